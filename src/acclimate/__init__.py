@@ -1,0 +1,61 @@
+"""Adapt models you already have to the task you face, and prove on your data whether it helped.
+
+    from acclimate import tune, evaluate, compare, Recipe, load_model
+
+The public names are imported when they are first used: `import acclimate` itself loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from acclimate.compare import compare
+    from acclimate.errors import AcclimateError, InputError, MissingError
+    from acclimate.models import load_model
+    from acclimate.pipeline import evaluate, export, load_run, predict, tune
+    from acclimate.recipe import Recipe
+    from acclimate.runs import Run
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "AcclimateError": "errors",
+    "InputError": "errors",
+    "MissingError": "errors",
+    "Recipe": "recipe",
+    "Run": "runs",
+    "compare": "compare",
+    "evaluate": "pipeline",
+    "export": "pipeline",
+    "load_model": "models",
+    "load_run": "pipeline",
+    "predict": "pipeline",
+    "tune": "pipeline",
+}
+
+__all__ = [
+    "AcclimateError",
+    "InputError",
+    "MissingError",
+    "Recipe",
+    "Run",
+    "__version__",
+    "compare",
+    "evaluate",
+    "export",
+    "load_model",
+    "load_run",
+    "predict",
+    "tune",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'acclimate' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"acclimate.{_WHERE[name]}"), name)
+    # kept, since importing the submodule `compare` would otherwise put the module where the function belongs
+    globals()[name] = value
+    return value

@@ -1,0 +1,3 @@
+from acclimate.cli import main
+
+main()

@@ -1,0 +1,58 @@
+"""`acclimate evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, metric_text
+
+EXAMPLES = """
+Score a run, a model, or a model with an adapter: task metric, NLL, perplexity, calibration, with 95% intervals.
+
+**Examples**
+
+    acclimate evaluate runs/choice-lora
+    acclimate evaluate runs/choice-lora --data fresh.csv -o runs/fresh
+    acclimate evaluate smollm2 --data clinc150 --set max_eval_samples=200
+    acclimate evaluate smollm2 --adapter runs/choice-lora/adapter --data clinc150 --json
+"""
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Run directory, or a model by embedded name, directory or hub id.")],
+    data: Annotated[
+        str | None, typer.Option(help="Rows to score; default: the run's evaluation rows.", show_default=False)
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="PEFT adapter directory to put on the model.", show_default=False)
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="sft, classify, choice or dpo.", show_default=False)] = None,
+    settings: Set = None,
+    output: Output = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from rich.table import Table
+
+    from acclimate.pipeline import evaluate as work
+    from acclimate.pipeline import free_directory
+    from acclimate.recipe import parse_assignments
+
+    speaker = Speaker(as_json, quiet)
+    fields = parse_assignments(settings or []) | ({"task": task} if task else {})
+    directory = output or free_directory(f"evaluation-{Path(model).name}")
+    result = work(model, data, adapter=adapter, directory=directory, show=speaker.show, **fields)
+    table = Table(title=f"{model}: {len(result.predictions)} rows", title_justify="left")
+    table.add_column("metric")
+    table.add_column("value (95% interval)")
+    for name, entry in result.metrics.items():
+        table.add_row(name, metric_text(entry))
+    document = {"directory": str(directory), "task": result.task, **result.to_dict()}
+    speaker.result(document, table, result.definition, f"report  {directory / 'report.html'}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("evaluate", help=EXAMPLES)(evaluate)

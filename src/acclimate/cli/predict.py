@@ -1,0 +1,76 @@
+"""`acclimate predict`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from acclimate.cli.common import Json, Quiet, Speaker
+
+EXAMPLES = """
+Answer rows with a run's model. Reads JSONL, CSV or plain lines; streams JSONL to stdout, one row an input row.
+
+**Examples**
+
+    acclimate predict runs/choice-lora --input requests.txt
+    acclimate predict runs/choice-lora --input rows.csv > answers.jsonl
+    echo "move 50 dollars to savings" | acclimate predict runs/choice-lora
+"""
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    source: Annotated[str, typer.Option("--input", "-i", help="File, or - for standard input.")] = "-",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    from acclimate.data import read_table
+    from acclimate.errors import InputError
+    from acclimate.pipeline import predict as work
+    from acclimate.recipe import Recipe
+
+    show = Speaker(as_json, quiet).show
+    if not (run / "recipe.yaml").exists():
+        raise InputError(f"no run at '{run}': it has no recipe.yaml")
+    column = "prompt" if Recipe.from_yaml(run / "recipe.yaml").task in ("sft", "dpo") else "text"
+    if source == "-":
+        rows: Any = _lines(column)
+    elif Path(source).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"):
+        rows = read_table(source).rows
+    else:
+        if not Path(source).is_file():
+            raise InputError(f"no file '{source}'")
+        rows = ({column: line} for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip())
+    if as_json:  # one document, as everywhere; for long inputs the stream is better
+        typer.echo(json.dumps(list(work(run, rows, show=show)), ensure_ascii=False))
+        return
+    batch = 1 if source == "-" and sys.stdin.isatty() else 64
+    for row in work(run, rows, batch_size=batch, show=show):
+        typer.echo(json.dumps(row, ensure_ascii=False))
+        sys.stdout.flush()
+
+
+def _lines(column: str) -> Iterator[dict[str, Any]]:
+    """Rows from standard input: a line that is a JSON object is a row, any other line is the input text."""
+    for line in sys.stdin:
+        text = line.rstrip("\n")
+        if not text.strip():
+            continue
+        if text.lstrip().startswith("{"):
+            try:
+                row = json.loads(text)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+                continue
+        yield {column: text}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("predict", help=EXAMPLES)(predict)

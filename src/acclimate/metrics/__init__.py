@@ -1,0 +1,51 @@
+"""Scores, how well probabilities mean what they say, and how sure one can be of a difference. numpy and scipy only."""
+
+from acclimate.metrics.bootstrap import (
+    Difference,
+    Interval,
+    bootstrap_interval,
+    holm,
+    in_words,
+    paired_difference,
+    summarise,
+    verdict,
+)
+from acclimate.metrics.calibration import (
+    DEFINITION,
+    HIGHER_IS_BETTER,
+    TemperatureScaler,
+    accuracy,
+    adaptive_ece,
+    adaptive_ece_of,
+    brier,
+    ece,
+    ece_of,
+    macro_f1,
+    nll,
+    reliability_bins,
+    reliability_table,
+)
+
+__all__ = [
+    "DEFINITION",
+    "HIGHER_IS_BETTER",
+    "Difference",
+    "Interval",
+    "TemperatureScaler",
+    "accuracy",
+    "adaptive_ece",
+    "adaptive_ece_of",
+    "bootstrap_interval",
+    "brier",
+    "ece",
+    "ece_of",
+    "holm",
+    "in_words",
+    "macro_f1",
+    "nll",
+    "paired_difference",
+    "reliability_bins",
+    "reliability_table",
+    "summarise",
+    "verdict",
+]

@@ -1,0 +1,240 @@
+"""Multiple choice and label words with a causal LM: train on the answer, score by the log-probabilities of the choices.
+
+Two forms of rows. *Label words*: `text` and `label`; the choices are the same for all rows and `template` puts the text into
+a prompt. *Multiple choice*: `prompt`, `choices` (a list) and `answer` (an index or the text of a choice).
+
+With p_c the probability of choice c's tokens after the prompt, the prediction is the softmax of log p_c over the choices
+(of log p_c / tokens with `length_normalise`). Where every choice is a single token the training loss is the cross-entropy of
+that same softmax; otherwise it is -log p of the right answer. Either way logits are computed only where they are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer
+
+from acclimate.data import Row, Table, require_columns
+from acclimate.errors import InputError
+from acclimate.recipe import Recipe
+from acclimate.scoring import Item, choice_logprobs, edge_logprobs, pack, score, scored_logits
+from acclimate.tasks.base import (
+    Evaluation,
+    Examples,
+    Task,
+    classification,
+    context_length,
+    describe,
+    fill_template,
+    fit,
+    label_index,
+    labels_found,
+    sharded,
+)
+from acclimate.training import RunTrainer, arguments
+
+DEFAULT_TEMPLATE = "{text}\nAnswer:"
+MULTIPLE_CHOICE_TEMPLATE = "Question: {prompt}\nAnswer:"
+
+
+@dataclass(frozen=True)
+class _Example:
+    item: Item
+    names: list[str]
+    answer: int | None
+
+
+class Choice(Task):
+    name = "choice"
+
+    def complete(self, recipe: Recipe, table: Table) -> Recipe:
+        if "choices" in table.columns:
+            return recipe.replace(template=recipe.template or MULTIPLE_CHOICE_TEMPLATE)
+        changes: dict[str, Any] = {"template": recipe.template or DEFAULT_TEMPLATE}
+        if recipe.labels is None:
+            changes["labels"] = {label: label.replace("_", " ") for label in labels_found(table, recipe, self.name)}
+        elif isinstance(recipe.labels, list):
+            changes["labels"] = {label: label for label in recipe.labels}
+        recipe = recipe.replace(**changes)
+        assert isinstance(recipe.labels, dict)
+        if len(recipe.labels) < 2:
+            raise InputError(f"a choice needs at least two labels; found {list(recipe.labels)} in '{table.source}'")
+        if len(set(recipe.labels.values())) < len(recipe.labels):
+            raise InputError("two labels stand for the same words; give each its own in 'labels'")
+        return recipe
+
+    def content(self, recipe: Recipe) -> tuple[str, ...]:
+        return ("text", "prompt", "choices", "label", "answer")
+
+    def examples(self, table: Table, recipe: Recipe, tokenizer: Any, labelled: bool = True) -> Examples:
+        multiple = "choices" in table.columns
+        needed = (["choices", "answer"] if multiple else ["label"]) if labelled else (["choices"] if multiple else [])
+        table = require_columns(table, needed, self.name, recipe.skip_bad)
+        prompts = fill_template(recipe.template or DEFAULT_TEMPLATE, table)
+        limit = context_length(recipe, tokenizer)
+        labels = recipe.labels if isinstance(recipe.labels, dict) else {}
+        names = list(labels)
+        shared = None if multiple else [self._tokens(tokenizer, word) for word in labels.values()]
+        result = Examples([], [], [], skipped=table.skipped)
+        for number, (row, prompt) in enumerate(zip(table.rows, prompts, strict=True), 1):
+            where = f"row {number} of '{table.source}'"
+            choices = shared
+            if multiple:
+                names = [str(choice) for choice in row["choices"]]
+                if len(names) < 2:
+                    raise InputError(f"{where} has {len(names)} choices; at least two are needed")
+                choices = [self._tokens(tokenizer, name) for name in names]
+            assert choices is not None
+            try:
+                answer = self._answer(row, names, multiple, where) if labelled else None
+            except InputError:
+                if not recipe.skip_bad:
+                    raise
+                result.skipped += 1
+                continue
+            ids = tokenizer(prompt)["input_ids"]
+            ids, cut = fit(ids, max(map(len, choices)), limit, where)
+            result.truncated += cut
+            result.items.append(_Example(Item(ids, choices), names, answer))
+            result.rows.append({**row, "_prompt": prompt})
+            result.lengths.append(len(ids) + max(map(len, choices)) - 1)
+        return result
+
+    def _tokens(self, tokenizer: Any, words: str) -> list[int]:
+        """Tokens of an answer as it follows a prompt that ends without a space."""
+        tokens = tokenizer(" " + words.strip(), add_special_tokens=False)["input_ids"]
+        if not tokens:
+            raise InputError(f"the choice {words!r} has no tokens; give it words in 'labels'")
+        return tokens
+
+    def _answer(self, row: Row, names: list[str], multiple: bool, where: str) -> int:
+        value = row["answer"] if multiple else row["label"]
+        if multiple and isinstance(value, int) and not isinstance(value, bool):
+            if not 0 <= value < len(names):
+                raise InputError(
+                    f"{where}: answer {value} is not an index of its {len(names)} choices (0 is the first)"
+                )
+            return value
+        return label_index(value, names, where)
+
+    def trainer(
+        self,
+        model: Any,
+        tokenizer: Any,
+        train: Examples,
+        evaluation: Examples,
+        recipe: Recipe,
+        directory: Path,
+        show: Any = None,
+    ) -> Trainer:
+        from datasets import Dataset
+
+        def dataset(examples: Examples) -> Dataset:
+            return Dataset.from_dict({"index": list(range(len(examples.items))), "length": examples.lengths})
+
+        return _ChoiceTrainer(
+            model=model,
+            args=arguments(recipe, directory, train.lengths, remove_unused_columns=False),
+            train_dataset=dataset(train),
+            eval_dataset=dataset(evaluation) if recipe.train.eval_every else None,
+            data_collator=_Collator(train, tokenizer.pad_token_id, recipe.length_normalise),
+            recipe=recipe,
+            run_directory=directory,
+            show=show,
+        )
+
+    def predict(
+        self,
+        model: Any,
+        tokenizer: Any,
+        examples: Examples,
+        recipe: Recipe,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> list[Row]:
+        def share(indices: list[int]) -> list[Row]:
+            scores = score(model, [examples.items[i].item for i in indices], tokenizer.pad_token_id, advance=advance)
+            rows = []
+            for index, choices in zip(indices, scores, strict=True):
+                values = np.array([c.logprobs.mean() if recipe.length_normalise else c.total for c in choices])
+                probs = np.exp(values - values.max())
+                example, row = examples.items[index], examples.rows[index]
+                head = {"id": row.get("id", str(index)), "text": row.get("text", row["_prompt"])}
+                rows.append(head | describe(probs / probs.sum(), example.names, example.answer))
+            return rows
+
+        return sharded(share, len(examples.items))
+
+    def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
+        return classification(self, predictions, seed)
+
+
+class _Collator:
+    """Packs examples by index: all choices where each is one token, else the right answer alone."""
+
+    def __init__(self, examples: Examples, pad_id: int, length_normalise: bool) -> None:
+        self.examples = examples
+        self.pad_id = pad_id
+        self.restricted = all(len(c) == 1 for example in examples.items for c in example.item.choices)
+        self.length_normalise = length_normalise
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        chosen = [self.examples.items[row["index"]] for row in rows]
+        if self.restricted:
+            answers = [example.answer for example in chosen]
+            items = [example.item for example in chosen]
+        else:
+            answers = [0] * len(chosen)
+            items = [Item(example.item.prompt, [example.item.choices[example.answer]]) for example in chosen]
+        starts = np.cumsum([0, *(len(item.choices) for item in items[:-1])])
+        packed = pack(items, self.pad_id)
+        packed["right_choice"] = torch.as_tensor(starts + np.array(answers))
+        packed["restricted"] = self.restricted
+        packed["length_normalise"] = self.length_normalise
+        return packed
+
+
+def choice_losses(model: torch.nn.Module, packed: dict[str, Any]) -> torch.Tensor:
+    """Loss of each example (B,): -log p(right answer), renormalised over the choices where they are all packed."""
+    values = choice_logprobs(
+        edge_logprobs(scored_logits(model, packed), packed), packed, length_normalise=packed["length_normalise"]
+    )
+    right = values[packed["right_choice"]]
+    if not packed["restricted"]:
+        return -right
+    rows = packed["choice_row"]
+    highest = torch.full((len(right),), -torch.inf, device=values.device).scatter_reduce(
+        0, rows, values.detach(), "amax"
+    )
+    total = torch.zeros_like(right).index_add(0, rows, torch.exp(values - highest[rows]))
+    return highest + torch.log(total) - right
+
+
+class _ChoiceTrainer(RunTrainer, Trainer):
+    """Mean loss over the examples of the global batch, however it is split into processes and accumulation steps."""
+
+    loss_is_scaled_for_ga = True
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        count = torch.tensor(float(sum(len(batch["input_ids"]) for batch in batch_samples)), device=device)
+        return self.accelerator.reduce(count, reduction="sum") if self.args.world_size > 1 else count
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: torch.Tensor | None = None
+    ) -> Any:
+        losses = choice_losses(model, inputs)
+        # data parallelism averages gradients over processes, which the factor undoes
+        whole = len(losses) if num_items_in_batch is None else num_items_in_batch / self.args.world_size
+        loss = losses.sum() / whole
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        with torch.no_grad():
+            return choice_losses(model, self._prepare_inputs(inputs)).mean(), None, None
+
+
+TASK = Choice()
