@@ -11,6 +11,7 @@ import gzip
 import importlib.resources
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,8 @@ import numpy as np
 from acclimate.errors import InputError, did_you_mean
 
 Row = dict[str, Any]
+
+FILE_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
 
 _DOMAIN_WORDS = {
     "banking": "bank",
@@ -142,38 +145,55 @@ class _Skips:
 def _read_file(path: Path, skip_bad: bool) -> Table:
     if path.is_dir():
         raise InputError(f"'{path}' is a directory; give a file, e.g. {path / 'train.jsonl'}")
-    gzipped = path.suffix == ".gz"
-    kind = path.with_suffix("").suffix if gzipped else path.suffix
+    gzipped = path.suffix.lower() == ".gz"
+    kind = (path.with_suffix("") if gzipped else path).suffix.lower()
+    if kind not in FILE_ENDINGS:
+        raise InputError(f"cannot tell the format of '{path}'. Known endings: {', '.join(FILE_ENDINGS)} (also .gz)")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from None
     skips = _Skips(skip_bad)
     if kind == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
         try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
+            table = pyarrow.parquet.read_table(pyarrow.BufferReader(_unpacked(raw, str(path), gzipped)))
+            rows = table.to_pylist()
         except (pyarrow.ArrowInvalid, OSError) as error:
             raise InputError(f"cannot read '{path}' as Parquet: {error}") from None
-    elif kind in (".jsonl", ".json", ".ndjson", ".csv", ".tsv"):
-        text = _text(path.read_bytes(), str(path), gzipped)
+    else:
+        text = _text(raw, str(path), gzipped)
         if kind in (".csv", ".tsv"):
             rows = list(_delimited(text, str(path), "," if kind == ".csv" else "\t", skips))
         elif kind == ".json" and text.lstrip().startswith("["):
-            rows = _json_array(text, str(path))
+            rows = list(_json_array(text, str(path), skips))
         else:
             rows = list(_jsonl(text, str(path), skips))
-    else:
-        raise InputError(
-            f"cannot tell the format of '{path}'. Known endings: .jsonl, .json, .csv, .tsv, .parquet (also .gz)"
-        )
     return Table(rows, path.name, skips.count)
 
 
-def _text(raw: bytes, name: str, gzipped: bool) -> str:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 text file that are not blank."""
     try:
-        raw = gzip.decompress(raw) if gzipped else raw
-        return raw.decode("utf-8-sig")
-    except (OSError, EOFError) as error:
+        text = _text(path.read_bytes(), str(path), gzipped=False)
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from None
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+
+
+def _unpacked(raw: bytes, name: str, gzipped: bool) -> bytes:
+    try:
+        return gzip.decompress(raw) if gzipped else raw
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"'{name}' is not a whole gzip file: {error}") from None
+
+
+def _text(raw: bytes, name: str, gzipped: bool) -> str:
+    raw = _unpacked(raw, name, gzipped)
+    try:
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise InputError(
@@ -191,31 +211,45 @@ def _jsonl(text: str, name: str, skips: _Skips) -> Iterator[Row]:
         except ValueError as error:
             skips.bad(f"'{name}' line {number} is not JSON: {error}")
             continue
-        if isinstance(row, dict):
+        if _is_row(row, f"'{name}' line {number}", "\\u" in line, skips):
             yield row
-        else:
-            skips.bad(f"'{name}' line {number} is a JSON {type(row).__name__}, not an object of columns")
 
 
-def _json_array(text: str, name: str) -> list[Row]:
+def _json_array(text: str, name: str, skips: _Skips) -> Iterator[Row]:
     try:
         rows = json.loads(text)
     except ValueError as error:
         raise InputError(f"'{name}' is not JSON: {error}") from None
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise InputError(f"'{name}' item {number} is a JSON {type(row).__name__}, not an object of columns")
-    return rows
+        if _is_row(row, f"'{name}' item {number}", "\\u" in text, skips):
+            yield row
+
+
+def _is_row(row: Any, where: str, escapes: bool, skips: _Skips) -> bool:
+    if not isinstance(row, dict):
+        skips.bad(f"{where} is a JSON {type(row).__name__}, not an object of columns")
+        return False
+    if escapes:  # JSON can spell half of a character, as texts cut in the middle of an emoji do; no tokenizer takes it
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            skips.bad(f"{where} has half a character (\\u{ord(error.object[error.start]):x} without its other half)")
+            return False
+    return True
 
 
 def _delimited(text: str, name: str, delimiter: str, skips: _Skips) -> Iterator[Row]:
+    # the limit that the csv module sets to a field is smaller than a long document
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    header = reader.fieldnames or []
+    if len(set(header)) < len(header):
+        twice = next(column for column in header if header.count(column) > 1)
+        raise InputError(f"the header of '{name}' has the column '{twice}' twice; give each its own name")
     for row in reader:
         if None in row or None in row.values():
-            found = sum(len(v) if k is None else 1 for k, v in row.items() if v is not None)  # type: ignore[redundant-expr]
-            skips.bad(
-                f"'{name}' line {reader.line_num} has {found} fields, the header has {len(reader.fieldnames or [])}"
-            )
+            found = sum(len(v) if k is None else 1 for k, v in row.items() if v is not None)
+            skips.bad(f"'{name}' line {reader.line_num} has {found} fields, the header has {len(header)}")
             continue
         yield dict(row)
 

@@ -31,6 +31,7 @@ def tune(
     directory: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    before: str | Path | None = None,
     show: Any = None,
     **settings: Any,
 ) -> Run:
@@ -46,6 +47,8 @@ def tune(
         Go on with the run in `directory`, with the recipe that stands there.
     overwrite
         Replace a run that is there already.
+    before
+        A run with the same model and evaluation rows, whose score of the untouched model is taken over.
 
     Returns
     -------
@@ -78,6 +81,9 @@ def tune(
     with Run(directory, writer=writer) as run:
         if not resume:
             _start(run, recipe, overwrite)
+            if before is not None and writer:
+                for name in ("predictions_before.jsonl", "evaluation_before.json"):
+                    runs.write_text(run / name, (Path(before) / name).read_text(encoding="utf-8"))
         elif run.finished:
             return run
         _work(run, recipe, show)
@@ -101,6 +107,7 @@ def _start(run: Run, recipe: Recipe, overwrite: bool) -> None:
         raise InputError(f"'{run.path}' is not empty and not a run. Choose another place with -o")
     run.update(
         name=run.path.name,
+        model=recipe.model,
         status="running",
         seed=recipe.seed,
         method={"task": recipe.task, "adapter": recipe.adapter, "init": recipe.init, "optimizer": recipe.optimizer},
@@ -127,8 +134,10 @@ def _work(run: Run, recipe: Recipe, show: Any) -> None:
         show.say(f"loading {recipe.model}")
         set_seed(recipe.seed)
         model, tokenizer = load_for(task, recipe, show)
-        train = task.examples(data.sample(train_table, recipe.max_train_samples, recipe.seed), recipe, tokenizer)
-        held_out = task.examples(data.sample(eval_table, recipe.max_eval_samples, recipe.seed + 1), recipe, tokenizer)
+        train = task.examples(data.sample(train_table, recipe.max_train_samples, recipe.data_seed), recipe, tokenizer)
+        held_out = task.examples(
+            data.sample(eval_table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer
+        )
         _check_data(run, task, recipe, train, held_out, train_table, eval_table)
 
     if not (run / "evaluation_before.json").exists():
@@ -210,7 +219,7 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
         if kind is initialise:
             options = {**options, **init.defaults, **recipe.init_args}
     try:
-        config = kind(**options)
+        config: Any = kind(**options)
     except TypeError as error:
         known = sorted(f.name for f in fields(kind) if f.init)
         raise InputError(
@@ -244,7 +253,8 @@ def with_sample_defaults(recipe: Recipe) -> Recipe:
         if recipe.task is None:
             raise InputError("say what to learn from your data: task (--task) is one of sft, classify, choice, dpo")
         return recipe
-    unset = {key: value for key, value in known.recipe.items() if key not in recipe.model_fields_set}
+    chosen = recipe.model_fields_set - ({"task"} if recipe.task is None else set())
+    unset = {key: value for key, value in known.recipe.items() if key not in chosen}
     filled = recipe.replace(**unset)
     if filled.eval_data is None:
         filled = filled.replace(eval_data=f"{recipe.data.partition(':')[0]}:test")
@@ -260,7 +270,7 @@ def load_tables(recipe: Recipe) -> tuple[Table, Table]:
 
     train = load(recipe.data, "train")
     if recipe.eval_data is None:
-        return data.hold_out(train, recipe.seed)
+        return data.hold_out(train, recipe.data_seed)
     return train, load(recipe.eval_data, "test")
 
 
@@ -278,7 +288,7 @@ def load_for(task: Task, recipe: Recipe, show: Any) -> tuple[Any, Any]:
         say=show.say,
         **task.model_options(recipe),
     )
-    local = PartialState().device if device == "cuda" else device
+    local: Any = PartialState().device if device == "cuda" else device
     return model.to(local), tokenizer
 
 
@@ -386,7 +396,7 @@ def evaluate(
         loaded, tokenizer = load_for(task, recipe, show)
         if adapter is not None:
             loaded = load_tuned(loaded, recipe.replace(adapter="lora"), Path(adapter))
-    examples = task.examples(data.sample(table, recipe.max_eval_samples, recipe.seed + 1), recipe, tokenizer)
+    examples = task.examples(data.sample(table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer)
     if not examples.items:
         raise InputError(f"no usable rows in '{source}'")
     evaluation = measure(task, loaded, tokenizer, examples, recipe, show, f"scoring {len(examples.items)} rows")
@@ -518,14 +528,13 @@ def _save_evaluation(run: Run, evaluation: Evaluation, when: str) -> None:
 
 
 def _joined_evaluation(run: Run, task: Task) -> dict[str, Any]:
-    rows = [read_rows(run / name) for name in ("predictions.jsonl", "predictions_before.jsonl")]
     return {
         "task": task.name,
         "metric": task.metric,
         "higher_is_better": task.higher_is_better,
         "before": runs.read_json(run / "evaluation_before.json"),
         "after": runs.read_json(run / "evaluation_after.json"),
-        "differences": differences(*rows),
+        "differences": differences(read_rows(run / "predictions.jsonl"), read_rows(run / "predictions_before.jsonl")),
     }
 
 

@@ -8,6 +8,8 @@ many processes share it.
 from __future__ import annotations
 
 import contextlib
+import difflib
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +18,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from acclimate import methods
-from acclimate.errors import InputError, did_you_mean
+from acclimate.errors import InputError
 
 TaskName = Literal["sft", "classify", "choice", "dpo"]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", validate_default=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class TrainSettings(_Strict):
@@ -97,7 +99,8 @@ class Recipe(_Strict):
     dpo_beta: float = Field(0.1, gt=0, description="dpo: strength of the pull towards the reference model")
     train: TrainSettings = Field(default_factory=TrainSettings)  # type: ignore[arg-type]
     device: str = Field("auto", description="auto, cpu, cuda or mps")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, description="of the adapter's start and of the order of the rows")
+    data_seed: int = Field(0, ge=0, description="of which rows are sampled and held out")
     trust_remote_code: bool = Field(False, description="run code that a hub repository ships; off unless you say so")
 
     def __init__(self, **values: Any) -> None:
@@ -121,10 +124,13 @@ class Recipe(_Strict):
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with dotted or plain keys changed, validated again: `recipe.replace(**{"train.lr": 1e-3})`."""
-        return Recipe(**nest(changes, into=self.model_dump()))
+        # what was left open stays open: a bundled sample may still fill it
+        return Recipe(**nest(changes, into=self.model_dump(exclude_unset=True)))
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+        content = self.model_dump()
+        # PyYAML writes a bare U+0085 and reads it back as a space
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode="\\x85" not in repr(content))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -141,6 +147,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise InputError(f"recipe '{path}' must be a mapping of keys to values, not a {type(content).__name__}")
+    for group in (content, *(inner for inner in content.values() if isinstance(inner, dict))):
+        for key in group:
+            if not isinstance(key, str):
+                raise InputError(f"recipe '{path}': the key {key!r} is not text. If it is a name, put it in quotes")
     return content
 
 
@@ -173,32 +183,45 @@ def parse_assignments(pairs: Sequence[str]) -> dict[str, Any]:
     """
     result = {}
     for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.strip():
+        key, equals, text = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
             raise InputError(f"--set takes key=value, not '{pair}'")
-        value = yaml.safe_load(text) if text else ""
-        if isinstance(value, str):  # YAML 1.1 reads 1e-3 (no dot) as text; people mean the number
-            with contextlib.suppress(ValueError):
-                value = float(value)
-        result[key.strip()] = value
+        result[key] = _value(key, text)
     return result
 
 
+def _value(key: str, text: str) -> Any:
+    field = Recipe.model_fields.get(key)
+    is_text = key.startswith("columns.") or (field is not None and field.annotation in (str, str | None))
+    if not text or (is_text and text != "null" and text[0] not in "'\""):
+        return text  # as typed: a template is full of what YAML takes for its own signs
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {key}={text} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if value == text:  # YAML 1.1 reads 1e-3 (no dot) as text; people mean the number
+        with contextlib.suppress(ValueError):
+            return float(text) if math.isfinite(float(text)) else text
+    return value
+
+
 def _explain(error: ValidationError) -> str:
+    places = {name: name for name in Recipe.model_fields} | {
+        name: f"train.{name}" for name in TrainSettings.model_fields
+    }
     lines = []
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = TrainSettings.model_fields if len(item["loc"]) > 1 else Recipe.model_fields
-            prefix = "train." if len(item["loc"]) > 1 else ""
-            hint = did_you_mean(str(item["loc"][-1]), known)
-            if not hint and not prefix and item["loc"][-1] in TrainSettings.model_fields:
-                hint = f" Did you mean 'train.{item['loc'][-1]}'?"
-            lines.append(
-                f"unknown key '{path}'.{hint}"
-                if hint
-                else f"unknown key '{path}'. Known keys: {', '.join(prefix + k for k in known)}"
+            group, _, name = path.rpartition(".")
+            here = [known for known, place in places.items() if place.rpartition(".")[0] == group]
+            # the right name in the wrong group, then a misspelt one of this group, then of any
+            pools = ([name] if name in places else [], here, places)
+            close = [match for pool in pools for match in difflib.get_close_matches(name, pool, n=1)]
+            hint = (
+                f"Did you mean '{places[close[0]]}'?" if close else f"Known keys: {', '.join(places[k] for k in here)}"
             )
+            lines.append(f"unknown key '{path}'. {hint}")
         else:
             lines.append(f"recipe key '{path}': {item['msg'].lower()}, but got {item['input']!r}")
     return "\n".join(lines)

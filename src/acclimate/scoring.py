@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 Tokens = Sequence[int]
@@ -85,7 +86,8 @@ def pack(items: Sequence[Item], pad_id: int, dtype: torch.dtype = torch.float32)
     positions = torch.zeros((len(items), total), dtype=torch.long)
     real = torch.zeros((len(items), total), dtype=torch.bool)
     visible = torch.zeros((len(items), total, total), dtype=torch.bool) if branching else None
-    edges, choice_row = [], []
+    edges: list[tuple[int, int, int, int]] = []
+    choice_row: list[int] = []
     for row, (item, tree) in enumerate(zip(items, trees, strict=True)):
         start, count = prompt_length - len(item.prompt), len(tree.tokens)
         end = prompt_length + count
@@ -141,13 +143,13 @@ def scored_logits(model: torch.nn.Module, packed: dict[str, Any]) -> Tensor:
 
 def accepts(model: torch.nn.Module, argument: str) -> bool:
     """Whether the model itself (under PEFT, DDP and compile wrappers) takes this forward argument."""
-    while True:
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        if inner is None:
-            return argument in inspect.signature(model.forward).parameters
+    inner: Any = model
+    while inner is not None:
         model = inner
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if inner is None and isinstance(model, PeftModel):
+            inner = model.get_base_model()
+    return argument in inspect.signature(model.forward).parameters
 
 
 def edge_logprobs(logits: Tensor, packed: dict[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
@@ -159,7 +159,14 @@ def arguments(
     return kind(**{**values, **special})
 
 
-class RunTrainer:
+# A mixin for transformers' Trainer and TRL's: to the type checker it is one, at run time it stays out of their ancestry.
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class RunTrainer(_Base):
     """Mixin in front of a transformers Trainer class: what makes its runs safe to kill, watch and resume.
 
     * a checkpoint appears whole or not at all (filled beside its place, renamed);
@@ -172,24 +179,25 @@ class RunTrainer:
         super().__init__(*args, **kwargs)
         self.recipe = recipe
         self.run_directory = run_directory
+        self.checkpoints = run_directory / "checkpoints"
         self.watch = _Watch(self, show)
-        self.add_callback(self.watch)  # type: ignore[attr-defined]
-        self.remove_callback(PrinterCallback)  # type: ignore[attr-defined] - prints every log line
+        self.add_callback(self.watch)
+        self.remove_callback(PrinterCallback)  # it prints every log line as a dictionary
         self._directory_now: str | None = None
 
     # --- optimiser from the methods table ---
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.recipe.optimizer != "adamw":  # type: ignore[has-type]
+        if self.optimizer is None and self.recipe.optimizer != "adamw":
             row = methods.find(self.recipe.optimizer, "optimizer")
             kind = methods.require(self.recipe.optimizer, "optimizer")
             options = {**row.defaults, **self.recipe.optimizer_args}
-            self.optimizer_cls_and_kwargs = (kind, {"lr": self.args.learning_rate, **options})  # type: ignore[attr-defined]
-        elif self.optimizer is None and self.recipe.optimizer_args:  # type: ignore[has-type]
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+            self.optimizer_cls_and_kwargs = (kind, {"lr": self.args.learning_rate, **options})
+        elif self.optimizer is None and self.recipe.optimizer_args:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
             self.optimizer_cls_and_kwargs = (kind, {**options, **self.recipe.optimizer_args})
         try:
-            self.optimizer = super().create_optimizer(model)  # type: ignore[misc]
+            self.optimizer = super().create_optimizer(model)
         except TypeError as error:
             raise InputError(f"optimizer_args do not fit optimizer '{self.recipe.optimizer}': {error}") from None
         return self.optimizer
@@ -197,67 +205,68 @@ class RunTrainer:
     # --- checkpoints ---
 
     def _get_output_dir(self, trial: Any) -> str:
-        return self._directory_now or super()._get_output_dir(trial)  # type: ignore[misc]
+        return self._directory_now or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        directory = Path(self.args.output_dir)  # type: ignore[attr-defined]
-        name = f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
+        directory = self.checkpoints
+        name = f"checkpoint-{self.state.global_step}"
         if (directory / name).exists():
             return
         self._check_weights()
         # Every rank must name the same place, so the name cannot carry a process id.
         workshop = directory / f"{PARTIAL}checkpoint"
-        if self.args.should_save:  # type: ignore[attr-defined]
+        if self.args.should_save:
             shutil.rmtree(workshop, ignore_errors=True)
-        self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
+        self.accelerator.wait_for_everyone()
         self._directory_now = str(workshop)
         try:
             with quiet(), storage_errors(directory):
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                super()._save_checkpoint(model, trial)
         except BaseException:
             shutil.rmtree(workshop, ignore_errors=True)
             raise
         finally:
             self._directory_now = None
-        self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
-        if self.args.should_save:  # type: ignore[attr-defined]
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
             # Trainer also writes its arguments as a pickle that nothing here reads
             (workshop / name / "training_args.bin").unlink(missing_ok=True)
             with replacing(directory / name) as temporary:
                 os.replace(workshop / name, temporary)
             shutil.rmtree(workshop, ignore_errors=True)
-            rotate_checkpoints(output_dir=str(directory), save_total_limit=self.args.save_total_limit)  # type: ignore[attr-defined]
-        self.accelerator.wait_for_everyone()  # type: ignore[attr-defined]
+            rotate_checkpoints(output_dir=str(directory), save_total_limit=self.args.save_total_limit)
+        self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
         """Train from the last checkpoint, or from the start if there is none; raises `Interrupted` if told to stop."""
-        checkpoint = last_checkpoint(Path(self.args.output_dir))  # type: ignore[attr-defined]
+        checkpoint = last_checkpoint(self.checkpoints)
         history = []
         if checkpoint is not None:
             history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
         self.watch.restart(history)
         with self.watch.signals():
-            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)  # type: ignore[attr-defined]
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self.watch.interrupted:
             raise Interrupted("stopped on request")
 
     # --- finite numbers ---
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        loss = super().training_step(*args, **kwargs)
         if loss.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU this would wait for it; see _Watch.on_log
             self._stop_diverged("loss")
         return loss
 
     def _check_weights(self) -> None:
-        for name, parameter in self.model.named_parameters():  # type: ignore[attr-defined]
+        assert self.model is not None
+        for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not torch.isfinite(parameter).all():
                 self._stop_diverged(f"weight '{name}'")
 
     def _stop_diverged(self, what: str) -> None:
-        kept = last_checkpoint(Path(self.args.output_dir))  # type: ignore[attr-defined]
+        kept = last_checkpoint(self.checkpoints)
         raise DivergedError(
-            f"{what} is not a finite number at step {self.state.global_step + 1}. "  # type: ignore[attr-defined]
+            f"{what} is not a finite number at step {self.state.global_step + 1}. "
             f"{f'The last good checkpoint is kept ({kept.name})' if kept else 'No checkpoint had been written yet'}. "
             f"Try a lower learning rate (--set train.lr={learning_rate(self.recipe) / 5:.2g}), a longer warm-up "
             "(--set train.warmup=0.2) or gradient clipping (--set train.max_grad_norm=0.5)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -31,14 +32,14 @@ def bench(
 ) -> None:
     from rich.table import Table
 
-    from acclimate.claims import load_claim
+    from acclimate.claims.base import load_claim
     from acclimate.errors import InputError
 
     if fast and full:
         raise InputError("--fast and --full exclude each other")
     speaker = Speaker(as_json, quiet)
     claim = load_claim(name)
-    evidence = claim.run("fast" if fast else "full" if full else "default", speaker.show)
+    evidence = claim.run("fast" if fast else "full" if full else "default", speaker.show.say)
     evidence.save(output)
     table = Table(title=claim.statement, title_justify="left")
     for column in ("system", "metric", "mean", "interval", "seeds", "time", "peak memory", "parameters"):
@@ -56,7 +57,11 @@ def bench(
             "" if row.parameters is None else f"{row.parameters:,}",
         )
     speaker.result(
-        evidence.to_dict(), table, *evidence.reasons, f"verdict: {evidence.verdict}", f"wrote {output / name}.json"
+        json.loads(evidence.to_json()),
+        table,
+        *evidence.reasons,
+        f"verdict: {evidence.verdict}",
+        f"wrote {output / name}.json",
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from acclimate.cli.common import Json, Quiet, Speaker
+from acclimate.errors import InputError
 
 EXAMPLES = """
 Answer rows with a run's model. Reads JSONL, CSV or plain lines; streams JSONL to stdout, one row an input row.
@@ -29,8 +30,7 @@ def predict(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    from acclimate.data import read_table
-    from acclimate.errors import InputError
+    from acclimate.data import FILE_ENDINGS, read_lines, read_table
     from acclimate.pipeline import predict as work
     from acclimate.recipe import Recipe
 
@@ -40,12 +40,12 @@ def predict(
     column = "prompt" if Recipe.from_yaml(run / "recipe.yaml").task in ("sft", "dpo") else "text"
     if source == "-":
         rows: Any = _lines(column)
-    elif Path(source).suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"):
+    elif Path(source).suffix.lower() in (*FILE_ENDINGS, ".gz"):
         rows = read_table(source).rows
     else:
         if not Path(source).is_file():
             raise InputError(f"no file '{source}'")
-        rows = ({column: line} for line in Path(source).read_text(encoding="utf-8").splitlines() if line.strip())
+        rows = [{column: line} for line in read_lines(Path(source))]
     if as_json:  # one document, as everywhere; for long inputs the stream is better
         typer.echo(json.dumps(list(work(run, rows, show=show)), ensure_ascii=False))
         return
@@ -57,8 +57,11 @@ def predict(
 
 def _lines(column: str) -> Iterator[dict[str, Any]]:
     """Rows from standard input: a line that is a JSON object is a row, any other line is the input text."""
-    for line in sys.stdin:
-        text = line.rstrip("\n")
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode("utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise InputError(f"line {number} of standard input is not UTF-8") from None
         if not text.strip():
             continue
         if text.lstrip().startswith("{"):

@@ -60,6 +60,7 @@ def tune(
     output: Output = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run.", show_default=False)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --output.")] = False,
+    before: Annotated[Path | None, typer.Option(hidden=True)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -80,7 +81,7 @@ def tune(
         chosen = recipe_from_flags(recipe, settings, **flags)
         from acclimate.pipeline import tune as work
 
-        run = work(chosen, directory=output, overwrite=overwrite, show=speaker.show)
+        run = work(chosen, directory=output, overwrite=overwrite, before=before, show=speaker.show)
     report_run(run, speaker)
 
 

@@ -161,7 +161,7 @@ def fill_template(template: str, table: Table) -> list[str]:
     return [template.format_map({name: row.get(name, "") for name in names}) for row in table.rows]
 
 
-def tokenise_pair(tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+def tokenise_pair(tokenizer: Any, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of what should follow it, end token included.
 
     Text is tokenised as it stands, the two sides apart. Lists of messages go through the model's chat template; the
@@ -227,7 +227,7 @@ def classification(task: Task, predictions: list[Row], seed: int) -> Evaluation:
     )
 
 
-def describe(probs: Sequence[float], names: Sequence[str], answer: int | None) -> Row:
+def describe(probs: Any, names: Sequence[str], answer: int | None) -> Row:
     """The part of a prediction row that all classifiers share; private keys carry what metrics need in full."""
     values = np.asarray(probs, dtype=float)
     best = int(values.argmax())

@@ -224,7 +224,11 @@ class _ChoiceTrainer(RunTrainer, Trainer):
         return self.accelerator.reduce(count, reduction="sum") if self.args.world_size > 1 else count
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: torch.Tensor | None = None
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         losses = choice_losses(model, inputs)
         # data parallelism averages gradients over processes, which the factor undoes
