@@ -239,6 +239,8 @@ def _is_row(row: Any, where: str, escapes: bool, skips: _Skips) -> bool:
 
 
 def _delimited(text: str, name: str, delimiter: str, skips: _Skips) -> Iterator[Row]:
+    if not text.strip():
+        return
     # the limit that the csv module sets to a field is smaller than a long document
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -270,17 +272,18 @@ def rename_columns(table: Table, columns: Mapping[str, str]) -> Table:
     """Give the user's columns our names (`{"label": "domain"}`: our `label` is their `domain`); the others stay."""
     for ours, theirs in columns.items():
         if theirs not in table.columns:
-            raise missing_column(table, theirs, f"columns: {{{ours}: {theirs}}}")
+            raise missing_column(table, theirs, f"columns: {{{ours}: {theirs}}}", ours)
     taken = {theirs: ours for ours, theirs in columns.items()}
     rows = [{taken.get(k, k): v for k, v in row.items() if k in taken or k not in columns} for row in table.rows]
     return replace(table, rows=rows)
 
 
-def missing_column(table: Table, column: str, why: str) -> InputError:
+def missing_column(table: Table, column: str, why: str, ours: str | None = None) -> InputError:
+    """The error for a column that is not there; `ours` is the name that acclimate knows it by, if not the same."""
     hint = did_you_mean(column, table.columns)
     return InputError(
         f"'{table.source}' has no column '{column}' ({why}). Columns found: {', '.join(map(str, table.columns))}.{hint} "
-        f"Map your names with --set columns.{column if column.isidentifier() else 'text'}=YOUR_COLUMN"
+        f"Map your names with --set columns.{ours or column}=YOUR_COLUMN"
     )
 
 
@@ -303,7 +306,11 @@ def require_columns(table: Table, names: Iterable[str], task: str, skip_bad: boo
 
 def with_ids(table: Table) -> Table:
     """Give every row a string `id`: its own where the file has one, else its number. Duplicate ids are an error."""
-    rows = [{**row, "id": str(row.get("id", number))} for number, row in enumerate(table.rows)]
+
+    def name(row: Row, number: int) -> str:
+        return str(number if row.get("id") in (None, "") else row["id"])
+
+    rows = [{**row, "id": name(row, number)} for number, row in enumerate(table.rows)]
     counts = Counter(row["id"] for row in rows)
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:

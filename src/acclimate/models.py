@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,7 @@ def resolve(name: str, say: Callable[[str], None] = lambda text: None) -> str:
         raise InputError(f"'{name}' is a file; give a model directory, a .gguf file or a hub id")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"no model at '{name}'")
-    if hint := did_you_mean(name, EMBEDDED):
+    if hint := did_you_mean(name.lower(), EMBEDDED):
         raise InputError(f"no model '{name}'.{hint}")
     return name
 
@@ -213,6 +214,7 @@ def load_model(
     """
     import torch
     import transformers
+    from safetensors import SafetensorError
 
     where = resolve(name, say)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -222,14 +224,26 @@ def load_model(
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     with quiet():
+        part = auto_class
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **common)
-            model = getattr(transformers, auto_class).from_pretrained(
-                where, dtype=dtype, use_safetensors=True, **common, **options
+            model, report = getattr(transformers, auto_class).from_pretrained(
+                where,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with their names
+                **common,
+                **options,
             )
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InputError(f"cannot load model '{name}' with {auto_class}: {reason}") from error
+            part = "AutoTokenizer"
+            tokenizer = transformers.AutoTokenizer.from_pretrained(where, **common)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            reason = textwrap.shorten(str(error) or type(error).__name__, 300)
+            raise InputError(f"cannot load model '{name}' with {part}: {reason}") from error
+    _check_weights(name, auto_class, model, report)
+    # many tokenizers do not know what the model's positions allow
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, context or tokenizer.model_max_length)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise InputError(f"the tokenizer of '{name}' has neither a padding nor an end token")
@@ -237,6 +251,18 @@ def load_model(
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
+
+
+def _check_weights(name: str, auto_class: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
+    """transformers fills what the file lacks with random numbers; only a classification head may start that way."""
+    lacking = [*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]
+    if auto_class != "AutoModelForCausalLM":
+        lacking = [key for key in lacking if key.startswith(f"{model.base_model_prefix}.") and "pooler" not in key]
+    if lacking:
+        raise InputError(
+            f"the weights of '{name}' do not fill a {type(model).__name__}: {len(lacking)} tensors are missing or of another "
+            f"shape than config.json says, e.g. {min(lacking)}"
+        )
 
 
 class quiet:  # noqa: N801 - used as a context manager, like contextlib's

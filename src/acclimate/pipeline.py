@@ -16,7 +16,7 @@ from typing import Any
 from acclimate import data, methods, models, runs
 from acclimate.data import BUNDLED, Table
 from acclimate.errors import InputError
-from acclimate.recipe import Recipe
+from acclimate.recipe import Recipe, nest
 from acclimate.runs import Interrupted, Run
 from acclimate.show import Silent
 from acclimate.tasks import Task, get_task
@@ -67,9 +67,12 @@ def tune(
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
+    from acclimate.training import pick_device
+
     show = show or Silent()
     recipe = (recipe or Recipe()).replace(**settings) if settings or recipe is None else recipe
-    writer = PartialState(cpu=recipe.device == "cpu").is_main_process
+    state = PartialState(cpu=pick_device(recipe.device) == "cpu")
+    writer = state.is_main_process
     if resume:
         if directory is None or not (Path(directory) / "recipe.yaml").exists():
             raise InputError(f"no run to resume at '{directory}': it has no recipe.yaml")
@@ -78,6 +81,8 @@ def tune(
     if directory is None:
         chosen = [str(free_directory(f"{recipe.task}-{recipe.adapter}"))]
         directory = broadcast_object_list(chosen)[0]
+    if writer and not resume:
+        _refuse_foreign(Path(directory))
     with Run(directory, writer=writer) as run:
         if not resume:
             _start(run, recipe, overwrite)
@@ -86,25 +91,36 @@ def tune(
                     runs.write_text(run / name, (Path(before) / name).read_text(encoding="utf-8"))
         elif run.finished:
             return run
+        state.wait_for_everyone()  # the others look at what is there only once the writer has cleared it
         _work(run, recipe, show)
+        state.wait_for_everyone()  # what the writer wrote is there for every rank that shares its disk
+        if not writer and (run / "run.json").exists():
+            run.info = runs.read_json(run / "run.json")
     return run
 
 
+def _refuse_foreign(path: Path) -> None:
+    """A directory that holds something else is left as it is, without even a lock in it."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"'{path}' is a file; a run is a directory. Choose another place with -o")
+    if not path.is_dir() or all((path / name).exists() for name in ("run.json", "recipe.yaml")):
+        return
+    if any(not item.name.startswith((".lock", "run.json", runs.PARTIAL)) for item in path.iterdir()):
+        raise InputError(f"'{path}' is not empty and not a run. Choose another place with -o")
+
+
 def _start(run: Run, recipe: Recipe, overwrite: bool) -> None:
-    if (run / "recipe.yaml").exists():
-        if not overwrite:
+    if run.writer:
+        if (run / "recipe.yaml").exists() and not overwrite:
             state = run.info.get("status", "unfinished")
             raise InputError(
                 f"'{run.path}' already holds a run ({state}). Go on with it: --resume {run.path}; replace it: --overwrite; "
                 "or choose another place with -o"
             )
-        if run.writer:
-            for item in run.path.iterdir():
-                if item.name != ".lock":
-                    shutil.rmtree(item) if item.is_dir() else item.unlink()
-        run.info = {}
-    elif any(item.name != ".lock" for item in run.path.iterdir()):
-        raise InputError(f"'{run.path}' is not empty and not a run. Choose another place with -o")
+        for item in run.path.iterdir():
+            if item.name != ".lock":
+                shutil.rmtree(item) if item.is_dir() else item.unlink()
+    run.info = {}
     run.update(
         name=run.path.name,
         model=recipe.model,
@@ -185,14 +201,17 @@ def _train(
         raise Interrupted(
             f"stopped at step {trainer.state.global_step}; go on with: acclimate tune --resume {run.path}"
         ) from None
-    facts: dict[str, Any] = {"steps": trainer.state.global_step, "peak_memory_bytes": runs.peak_memory()}
-    times = trainer.watch.step_seconds[1:]  # type: ignore[attr-defined]
-    if times:  # a run resumed after its last step has none, and keeps what it knew
-        facts["seconds_per_step"] = round(statistics.median(times), 4)
-        facts["train_seconds"] = round(trainer.watch.seconds, 3)  # type: ignore[attr-defined]
-        facts["tokens"] = round(facts["steps"] * recipe.train.batch_size * statistics.mean(train.lengths))
-    else:
-        facts.pop("peak_memory_bytes")
+    steps, times = trainer.state.global_step, trainer.watch.step_seconds  # type: ignore[attr-defined]
+    train_seconds = trainer.watch.seconds  # type: ignore[attr-defined]
+    facts: dict[str, Any] = {
+        "steps": steps,
+        "train_seconds": round(train_seconds, 3),
+        "tokens": round(steps * recipe.train.batch_size * statistics.mean(train.lengths)),
+    }
+    # a run that was killed after its last step and resumed takes no step: then what is known of the earlier ones counts
+    if times or "peak_memory_bytes" not in run.info:
+        facts["seconds_per_step"] = round(statistics.median(times[1:] or times or [train_seconds / steps]), 4)
+        facts["peak_memory_bytes"] = runs.peak_memory()
     run.update(**facts)
     return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
@@ -375,17 +394,18 @@ def evaluate(
     if is_run:
         recipe = Recipe.from_yaml(Path(model) / "recipe.yaml").replace(**settings)
         source = data_source or recipe.eval_data
-        if source is None:
-            raise InputError("this run held out a part of its training rows; name the rows to score with --data")
     else:
         if data_source is None:
             raise InputError("name the rows to score with --data")
         source = data_source
-        recipe = with_sample_defaults(Recipe(model=str(model), data=source, **settings))
+        recipe = with_sample_defaults(Recipe(**nest({"model": str(model), "data": source, **settings})))
         source = recipe.eval_data or source
     task = get_task(recipe.task or "choice")
-    table = data.read_table(source, split="test", skip_bad=recipe.skip_bad)
-    table = data.with_ids(data.rename_columns(table, recipe.columns))
+    if source is None:  # the run held out a part of its training rows
+        table = load_tables(recipe)[1]
+    else:
+        table = data.read_table(source, split="test", skip_bad=recipe.skip_bad)
+        table = data.with_ids(data.rename_columns(table, recipe.columns))
     if not is_run:
         recipe = task.complete(recipe, table)
     if directory is not None and any(Path(directory).glob("*")):
@@ -398,7 +418,7 @@ def evaluate(
             loaded = load_tuned(loaded, recipe.replace(adapter="lora"), Path(adapter))
     examples = task.examples(data.sample(table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer)
     if not examples.items:
-        raise InputError(f"no usable rows in '{source}'")
+        raise InputError(f"no usable rows in '{table.source}'")
     evaluation = measure(task, loaded, tokenizer, examples, recipe, show, f"scoring {len(examples.items)} rows")
     if directory is not None:
         path = Path(directory)
@@ -415,17 +435,20 @@ def predict(run: str | Path, rows: Iterable[data.Row], *, batch_size: int = 64, 
     Rows need the run's input columns (`text`, say); answers are not looked at. Raises InputError for a row without them.
     """
     loaded = load_run(run, show)
-    stream = iter(rows)
+    stream, done = iter(rows), 0
     while batch := list(itertools.islice(stream, batch_size)):
-        yield from answer_rows(*loaded, batch)
+        yield from answer_rows(*loaded, batch, f"input after row {done}" if done else "input")
+        done += len(batch)
 
 
-def answer_rows(model: Any, tokenizer: Any, task: Task, recipe: Recipe, rows: list[data.Row]) -> Iterator[data.Row]:
-    """Answers to one batch of rows by what `load_run` returned."""
+def answer_rows(
+    model: Any, tokenizer: Any, task: Task, recipe: Recipe, rows: list[data.Row], source: str = "input"
+) -> Iterator[data.Row]:
+    """Answers to one batch of rows by what `load_run` returned; messages call the batch `source`."""
     from acclimate.generate import complete_prompts
 
     inputs = {recipe.columns[name]: name for name in recipe.columns}
-    table = Table([{inputs.get(k, k): v for k, v in row.items()} for row in rows], "input")
+    table = Table([{inputs.get(k, k): v for k, v in row.items()} for row in rows], source)
     examples = task.examples(table, recipe.replace(skip_bad=False), tokenizer, labelled=False)
     if task.name in ("sft", "dpo"):
         answers = [
@@ -443,6 +466,8 @@ def answer_rows(model: Any, tokenizer: Any, task: Task, recipe: Recipe, rows: li
 def export(run: str | Path, to: str, directory: str | Path, show: Any = None) -> Path:
     """Write a run's result for use elsewhere: `peft` (the adapter folder) or `merged` (a whole model, adapter folded in)."""
     path, directory = Path(run), Path(directory)
+    if to not in ("peft", "merged"):
+        raise InputError(f"--to is peft or merged, not '{to}'")
     if directory.exists():
         raise InputError(f"'{directory}' exists already. Choose another place with -o")
     if to == "peft":

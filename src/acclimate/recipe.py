@@ -43,7 +43,6 @@ class TrainSettings(_Strict):
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps with a rising learning rate")
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
     group_by_length: bool = Field(False, description="batch rows of like length together: less padding")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on a GPU that has it")
     activation_checkpointing: bool = False

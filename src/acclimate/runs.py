@@ -110,7 +110,7 @@ def storage_errors(where: Path) -> Iterator[None]:
         text = str(error)
         full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "os error 28" in text
         # torch's zip writer reports a short write as an internal assertion, with no word about the disk
-        full = full or ("PytorchStreamWriter" in text and _free_bytes(where) < 2**20)
+        full = full or ("inline_container.cc" in text and ("unexpected pos" in text or "failed writing" in text))
         if full:
             raise MissingError(
                 f"no space left on the disk of '{where}' ({_free_bytes(where) / 2**20:,.0f} MB free). What was saved before "
@@ -140,6 +140,7 @@ class Run:
         self.writer = writer
         self.info: dict[str, Any] = read_json(self.path / "run.json") if (self.path / "run.json").exists() else {}
         self._lock: int | None = None
+        self._started = False  # by this process: only then is it ours to say how it ended
 
     @property
     def finished(self) -> bool:
@@ -160,7 +161,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.writer and error is not None and self.info.get("status") != "done":
+        if self.writer and error is not None and self._started and not self.finished:
             stopped = isinstance(error, KeyboardInterrupt | Interrupted)
             with contextlib.suppress(
                 AcclimateError, OSError
@@ -177,6 +178,7 @@ class Run:
                 self.info[key] = {**self.info[key], **value}
             else:
                 self.info[key] = value
+        self._started = self._started or fields.get("status") == "running"
         if self.writer:
             write_json(self / "run.json", self.info)
 
@@ -237,6 +239,7 @@ def provenance() -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
+            "processes": int(os.environ.get("WORLD_SIZE", "1")),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "platform": f"{platform.system()} {platform.machine()}",

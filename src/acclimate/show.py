@@ -33,7 +33,7 @@ class Terminal(Silent):
 
     def say(self, text: str) -> None:
         self.stop()
-        self.console.print(f"[dim]{text}[/dim]", highlight=False)
+        self.console.print(text, style="dim", highlight=False, markup=False)
 
     def start(self, what: str, total: int, done: int = 0) -> None:
         from rich.progress import (

@@ -131,7 +131,6 @@ def arguments(
         "warmup_steps": warmup,
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
-        "label_smoothing_factor": train.label_smoothing,
         "train_sampling_strategy": "group_by_length" if train.group_by_length else "random",
         "length_column_name": "length",
         "bf16": precision == "bf16",
@@ -240,10 +239,16 @@ class RunTrainer(_Base):
     def resume(self) -> None:
         """Train from the last checkpoint, or from the start if there is none; raises `Interrupted` if told to stop."""
         checkpoint = last_checkpoint(self.checkpoints)
-        history = []
-        if checkpoint is not None:
-            history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-        self.watch.restart(history)
+        if checkpoint is None:
+            self.watch.restart([])
+        else:
+            state = json.loads((checkpoint / "trainer_state.json").read_text())
+            self.watch.restart(state["log_history"])
+            if state["global_step"] >= self.args.max_steps or self.watch.out_of_time:
+                # killed between the last step and the end: Trainer would take one step more
+                self._load_from_checkpoint(str(checkpoint))
+                self.state.global_step = state["global_step"]
+                return
         with self.watch.signals():
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self.watch.interrupted:
@@ -273,6 +278,41 @@ class RunTrainer(_Base):
         )
 
 
+class ExampleMeanTrainer(RunTrainer):
+    """For losses that are a mean over examples: exact over the global batch, however it is split into processes and steps.
+
+    transformers leaves a model's own mean over each micro-batch unscaled when the model takes loss arguments it ignores
+    (sequence classifiers do), which multiplies the gradient by the number of accumulation steps.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def example_losses(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Loss of each example of a micro-batch, (B,)."""
+        raise NotImplementedError
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
+        count = torch.tensor(float(sum(len(batch["input_ids"]) for batch in batch_samples)), device=device)
+        return self.accelerator.reduce(count, reduction="sum") if self.args.world_size > 1 else count
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        losses = self.example_losses(model, inputs)
+        # data parallelism averages gradients over processes, which the factor undoes
+        whole = len(losses) if num_items_in_batch is None else num_items_in_batch / self.args.world_size
+        loss = losses.sum() / whole
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        with torch.no_grad():
+            return self.example_losses(model, self._prepare_inputs(inputs)).mean(), None, None
+
+
 class _Watch(TrainerCallback):
     """Follows a run: metrics.jsonl, progress, budgets, and requests to stop."""
 
@@ -288,6 +328,11 @@ class _Watch(TrainerCallback):
         self.seconds = max((row.get("seconds", 0.0) for row in history), default=0.0)
         if self.trainer.args.should_save:
             write_jsonl(self.file, [row for row in history if "loss" in row or "eval_loss" in row])
+
+    @property
+    def out_of_time(self) -> bool:
+        budget = self.trainer.recipe.train.max_seconds
+        return budget is not None and self.seconds >= budget
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -321,8 +366,7 @@ class _Watch(TrainerCallback):
         self.step_seconds.append(spent)
         if self.show is not None:
             self.show.advance(1)
-        budget = self.trainer.recipe.train
-        spent_all = budget.max_seconds is not None and self.seconds >= budget.max_seconds
+        spent_all = self.out_of_time
         if self.trainer.args.world_size > 1:  # one rank's wish must stop all of them, or the others wait for it forever
             wishes = torch.tensor([float(self.interrupted), float(spent_all)], device=self.trainer.args.device)
             interrupted, spent_all = (self.trainer.accelerator.reduce(wishes, reduction="sum") > 0).tolist()

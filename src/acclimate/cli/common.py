@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -25,6 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# Newer Typers carry their own copy of click, older ones import it: either way this is the base of a wrong command line.
+_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
 out = Console()
 err = Console(stderr=True)
 
@@ -35,6 +37,11 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any recipe key, e.g. `train.lr=1e-3`. May be given several times.", show_default=False),
 ]
+
+
+def speaks() -> bool:
+    """Under accelerate launch only the first process speaks; it alone has written the files."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass
@@ -48,17 +55,14 @@ class Speaker:
     def show(self) -> Any:
         from acclimate.show import Silent, Terminal
 
-        main = os.environ.get("RANK", "0") == "0"  # under accelerate launch only the first process speaks
-        return Silent() if self.quiet or self.as_json or not main else Terminal(err)
+        return Silent() if self.quiet or self.as_json or not speaks() else Terminal(err)
 
     def result(self, document: Any, *renderables: Any) -> None:
-        if os.environ.get("RANK", "0") != "0":
-            return
         if self.as_json:
             typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
         elif not self.quiet:
             for item in renderables:
-                out.print(item)
+                out.print(item, soft_wrap=isinstance(item, str))  # a path that wraps cannot be copied
 
 
 def run_app(arguments: list[str]) -> int:
@@ -70,23 +74,24 @@ def run_app(arguments: list[str]) -> int:
         module.register(app)
     try:
         code = app(arguments, standalone_mode=False)
+        if code == 130:  # what Typer makes of a Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except AcclimateError as error:
         label = "interrupted" if error.exit_code == 130 else "error"
         err.print(f"[bold red]{label}:[/bold red] ", end="")
         err.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return error.exit_code
-    except click.exceptions.Abort:
-        err.print("interrupted")
-        return 130
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         err.print("interrupted; what was finished is kept")
         return 130
-    except click.ClickException as error:
+    except _UsageError as error:
         error.show()
         return 2
-    except BrokenPipeError:  # `acclimate predict ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # `acclimate predict ... | head`
         return 0
     except Exception as error:
         return _unexpected(error)

@@ -35,6 +35,7 @@ def evaluate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from acclimate.pipeline import evaluate as work
@@ -45,13 +46,13 @@ def evaluate(
     fields = parse_assignments(settings or []) | ({"task": task} if task else {})
     directory = output or free_directory(f"evaluation-{Path(model).name}")
     result = work(model, data, adapter=adapter, directory=directory, show=speaker.show, **fields)
-    table = Table(title=f"{model}: {len(result.predictions)} rows", title_justify="left")
+    table = Table(title=f"{escape(model)}: {len(result.predictions)} rows", title_justify="left")
     table.add_column("metric")
     table.add_column("value (95% interval)")
     for name, entry in result.metrics.items():
         table.add_row(name, metric_text(entry))
     document = {"directory": str(directory), "task": result.task, **result.to_dict()}
-    speaker.result(document, table, result.definition, f"report  {directory / 'report.html'}")
+    speaker.result(document, table, result.definition, f"report  {escape(str(directory / 'report.html'))}")
 
 
 def register(app: typer.Typer) -> None:

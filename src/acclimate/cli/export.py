@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from acclimate.cli.common import Json, Output, Quiet, Speaker
 
@@ -26,14 +27,11 @@ def export(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    from acclimate.errors import InputError
     from acclimate.pipeline import export as work
 
-    if to not in ("peft", "merged"):
-        raise InputError(f"--to is peft or merged, not '{to}'")
     speaker = Speaker(as_json, quiet)
     directory = work(run, to, output or Path(f"{run.name}-{to}"), show=speaker.show)
-    speaker.result({"directory": str(directory), "format": to}, f"wrote {directory}")
+    speaker.result({"directory": str(directory), "format": to}, f"wrote {escape(str(directory))}")
 
 
 def register(app: typer.Typer) -> None:

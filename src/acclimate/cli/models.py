@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from acclimate.cli.common import Json, Quiet, Speaker
 
@@ -27,7 +28,7 @@ def add(
 
     speaker = Speaker(as_json, quiet)
     path = work(name, speaker.show.say)
-    speaker.result({"name": name, "path": str(path)}, f"{name} is ready in {path}")
+    speaker.result({"name": name, "path": str(path)}, f"{name} is ready in {escape(str(path))}")
 
 
 @models_app.command("list")
@@ -57,7 +58,7 @@ def list_models(as_json: Json = False, quiet: Quiet = False) -> None:
             model.about,
             model.licence,
             "yes" if ready else f"acclimate models add {name}",
-            str(embedded_path(name)),
+            escape(str(embedded_path(name))),
         )
     Speaker(as_json, quiet).result(rows, table)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, bytes_text, metric_text, seconds_text
+from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, bytes_text, metric_text, seconds_text, speaks
 
 EXAMPLES = """
 Adapt a model to data; measure before and after; write a run directory with a report.
@@ -82,7 +82,8 @@ def tune(
         from acclimate.pipeline import tune as work
 
         run = work(chosen, directory=output, overwrite=overwrite, before=before, show=speaker.show)
-    report_run(run, speaker)
+    if speaks():
+        report_run(run, speaker)
 
 
 def report_run(run: Any, speaker: Speaker) -> None:
@@ -92,7 +93,9 @@ def report_run(run: Any, speaker: Speaker) -> None:
     from acclimate.runs import read_json
 
     evaluation = read_json(run / "evaluation.json")
-    table = Table(title=f"{run.info['method']['adapter']} on {run.info['data']['source']}", title_justify="left")
+    table = Table(
+        title=escape(f"{run.info['method']['adapter']} on {run.info['data']['source']}"), title_justify="left"
+    )
     for column in ("metric", "before", "after", "change"):
         table.add_column(column)
     for name, after in evaluation["after"]["metrics"].items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from acclimate.data import Row, Table, missing_column, require_columns
+from acclimate.data import Row, Table, require_columns
 from acclimate.errors import InputError, did_you_mean
 from acclimate.metrics import (
     DEFINITION,
@@ -145,8 +145,8 @@ def fit(prompt: list[int], answer_length: int, limit: int, where: str) -> tuple[
     return (prompt[-room:], True) if len(prompt) > room else (prompt, False)
 
 
-def fill_template(template: str, table: Table) -> list[str]:
-    """The template with each row's columns in its {placeholders}."""
+def placeholders(template: str) -> list[str]:
+    """The columns that a template takes, in order."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -155,36 +155,73 @@ def fill_template(template: str, table: Table) -> list[str]:
         ) from None
     if not names:
         raise InputError(f"template {template!r} has no {{column}} placeholder")
-    for name in names:
-        if name not in table.columns:
-            raise missing_column(table, name, "a placeholder of the template")
-    return [template.format_map({name: row.get(name, "") for name in names}) for row in table.rows]
+    return list(dict.fromkeys(names))
 
 
-def tokenise_pair(tokenizer: Any, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+def fill_template(template: str, row: Row, where: str) -> str:
+    """The template with a row's columns in its {placeholders}."""
+    try:
+        return template.format_map(row)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{where} does not fit the template {template!r}: {error}") from None
+
+
+def is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+
+
+def check_text(row: Row, columns: Sequence[str], where: str) -> None:
+    """These columns must hold text or a chat."""
+    for column in columns:
+        if not isinstance(row[column], str) and not is_chat(row[column]):
+            raise InputError(
+                f'{where}: \'{column}\' must be text or a list of {{"role": ..., "content": ...}}, not {row[column]!r:.60}'
+            )
+
+
+def tokenise_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any, where: str) -> list[int]:
+    """Token ids of text as it stands, or of messages up to where the answer begins."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return _render(tokenizer, prompt, where, add_generation_prompt=True)
+
+
+def tokenise_pair(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, completion: Any, where: str
+) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of what should follow it, end token included.
 
     Text is tokenised as it stands, the two sides apart. Lists of messages go through the model's chat template; the
     completion then starts where the two renderings part.
     """
+    start = tokenise_prompt(tokenizer, prompt, where)
     if isinstance(prompt, str):
         if not isinstance(completion, str):
-            raise InputError("prompt is text but the completion is a list of messages; give both in one form")
+            raise InputError(f"{where}: the prompt is text but the answer is a list of messages; give both in one form")
         ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
         end = [tokenizer.eos_token_id] if ids[-1:] != [tokenizer.eos_token_id] else []
-        return tokenizer(prompt)["input_ids"], ids + end
-    if tokenizer.chat_template is None:
-        raise InputError(
-            "the rows are chat messages, but this model has no chat template. Use prompt and completion text"
-        )
+        return start, ids + end
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": completion}]
-    start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    whole = tokenizer.apply_chat_template([*prompt, *completion], return_dict=False)
+    whole = _render(tokenizer, [*prompt, *completion], where)
     shared = next(
         (i for i, (a, b) in enumerate(zip(start, whole, strict=False)) if a != b), min(len(start), len(whole))
     )
     return whole[:shared], whole[shared:]
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Row], where: str, **options: Any) -> list[int]:
+    import jinja2
+
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{where}: these are chat messages, but this model has no chat template. Use prompt and completion text"
+        )
+    try:
+        ids: Any = tokenizer.apply_chat_template(messages, return_dict=False, **options)
+        return ids
+    except jinja2.TemplateError as error:
+        raise InputError(f"{where}: the model's chat template refuses these messages: {error}") from None
 
 
 def sharded(function: Callable[[list[int]], list[Row]], count: int) -> list[Row]:

@@ -34,9 +34,10 @@ from acclimate.tasks.base import (
     fit,
     label_index,
     labels_found,
+    placeholders,
     sharded,
 )
-from acclimate.training import RunTrainer, arguments
+from acclimate.training import ExampleMeanTrainer, arguments
 
 DEFAULT_TEMPLATE = "{text}\nAnswer:"
 MULTIPLE_CHOICE_TEMPLATE = "Question: {prompt}\nAnswer:"
@@ -64,27 +65,32 @@ class Choice(Task):
         assert isinstance(recipe.labels, dict)
         if len(recipe.labels) < 2:
             raise InputError(f"a choice needs at least two labels; found {list(recipe.labels)} in '{table.source}'")
-        if len(set(recipe.labels.values())) < len(recipe.labels):
+        if len({words.strip() for words in recipe.labels.values()}) < len(recipe.labels):
             raise InputError("two labels stand for the same words; give each its own in 'labels'")
         return recipe
 
     def content(self, recipe: Recipe) -> tuple[str, ...]:
-        return ("text", "prompt", "choices", "label", "answer")
+        return (*placeholders(recipe.template or DEFAULT_TEMPLATE), "choices", "label", "answer")
 
     def examples(self, table: Table, recipe: Recipe, tokenizer: Any, labelled: bool = True) -> Examples:
         multiple = "choices" in table.columns
-        needed = (["choices", "answer"] if multiple else ["label"]) if labelled else (["choices"] if multiple else [])
-        table = require_columns(table, needed, self.name, recipe.skip_bad)
-        prompts = fill_template(recipe.template or DEFAULT_TEMPLATE, table)
+        template = recipe.template or DEFAULT_TEMPLATE
+        needed = (["choices"] if multiple else []) + ([("answer" if multiple else "label")] if labelled else [])
+        table = require_columns(table, [*placeholders(template), *needed], self.name, recipe.skip_bad)
         limit = context_length(recipe, tokenizer)
         labels = recipe.labels if isinstance(recipe.labels, dict) else {}
         names = list(labels)
         shared = None if multiple else [self._tokens(tokenizer, word) for word in labels.values()]
         result = Examples([], [], [], skipped=table.skipped)
-        for number, (row, prompt) in enumerate(zip(table.rows, prompts, strict=True), 1):
+        for number, row in enumerate(table.rows, 1):
             where = f"row {number} of '{table.source}'"
+            prompt = fill_template(template, row, where)
             choices = shared
             if multiple:
+                if not isinstance(row["choices"], list):
+                    raise InputError(
+                        f"{where}: 'choices' must be a list, not {row['choices']!r:.60}. CSV has no lists: use JSONL or Parquet"
+                    )
                 names = [str(choice) for choice in row["choices"]]
                 if len(names) < 2:
                     raise InputError(f"{where} has {len(names)} choices; at least two are needed")
@@ -107,10 +113,9 @@ class Choice(Task):
 
     def _tokens(self, tokenizer: Any, words: str) -> list[int]:
         """Tokens of an answer as it follows a prompt that ends without a space."""
-        tokens = tokenizer(" " + words.strip(), add_special_tokens=False)["input_ids"]
-        if not tokens:
-            raise InputError(f"the choice {words!r} has no tokens; give it words in 'labels'")
-        return tokens
+        if not words.strip():
+            raise InputError(f"the choice {words!r} is empty; give it words")
+        return tokenizer(" " + words.strip(), add_special_tokens=False)["input_ids"]
 
     def _answer(self, row: Row, names: list[str], multiple: bool, where: str) -> int:
         value = row["answer"] if multiple else row["label"]
@@ -134,15 +139,16 @@ class Choice(Task):
     ) -> Trainer:
         from datasets import Dataset
 
-        def dataset(examples: Examples) -> Dataset:
-            return Dataset.from_dict({"index": list(range(len(examples.items))), "length": examples.lengths})
+        def dataset(examples: Examples, first: int) -> Dataset:
+            indices = list(range(first, first + len(examples.items)))
+            return Dataset.from_dict({"index": indices, "length": examples.lengths})
 
         return _ChoiceTrainer(
             model=model,
             args=arguments(recipe, directory, train.lengths, remove_unused_columns=False),
-            train_dataset=dataset(train),
-            eval_dataset=dataset(evaluation) if recipe.train.eval_every else None,
-            data_collator=_Collator(train, tokenizer.pad_token_id, recipe.length_normalise),
+            train_dataset=dataset(train, 0),
+            eval_dataset=dataset(evaluation, len(train.items)) if recipe.train.eval_every else None,
+            data_collator=_Collator(train.items + evaluation.items, tokenizer.pad_token_id, recipe.length_normalise),
             recipe=recipe,
             run_directory=directory,
             show=show,
@@ -176,14 +182,14 @@ class Choice(Task):
 class _Collator:
     """Packs examples by index: all choices where each is one token, else the right answer alone."""
 
-    def __init__(self, examples: Examples, pad_id: int, length_normalise: bool) -> None:
+    def __init__(self, examples: list[_Example], pad_id: int, length_normalise: bool) -> None:
         self.examples = examples
         self.pad_id = pad_id
-        self.restricted = all(len(c) == 1 for example in examples.items for c in example.item.choices)
+        self.restricted = all(len(c) == 1 for example in examples for c in example.item.choices)
         self.length_normalise = length_normalise
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        chosen = [self.examples.items[row["index"]] for row in rows]
+        chosen = [self.examples[row["index"]] for row in rows]
         if self.restricted:
             answers = [example.answer for example in chosen]
             items = [example.item for example in chosen]
@@ -214,31 +220,9 @@ def choice_losses(model: torch.nn.Module, packed: dict[str, Any]) -> torch.Tenso
     return highest + torch.log(total) - right
 
 
-class _ChoiceTrainer(RunTrainer, Trainer):
-    """Mean loss over the examples of the global batch, however it is split into processes and accumulation steps."""
-
-    loss_is_scaled_for_ga = True
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        count = torch.tensor(float(sum(len(batch["input_ids"]) for batch in batch_samples)), device=device)
-        return self.accelerator.reduce(count, reduction="sum") if self.args.world_size > 1 else count
-
-    def compute_loss(
-        self,
-        model: Any,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
-        losses = choice_losses(model, inputs)
-        # data parallelism averages gradients over processes, which the factor undoes
-        whole = len(losses) if num_items_in_batch is None else num_items_in_batch / self.args.world_size
-        loss = losses.sum() / whole
-        return (loss, {}) if return_outputs else loss
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        with torch.no_grad():
-            return choice_losses(model, self._prepare_inputs(inputs)).mean(), None, None
+class _ChoiceTrainer(ExampleMeanTrainer, Trainer):
+    def example_losses(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return choice_losses(model, inputs)
 
 
 TASK = Choice()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import DataCollatorWithPadding, Trainer
 
 from acclimate.data import Row, Table, require_columns
@@ -27,7 +28,7 @@ from acclimate.tasks.base import (
     labels_found,
     sharded,
 )
-from acclimate.training import RunTrainer, arguments
+from acclimate.training import ExampleMeanTrainer, arguments
 
 
 class Classify(Task):
@@ -132,8 +133,11 @@ class Classify(Task):
         return classification(self, predictions, seed)
 
 
-class _ClassifyTrainer(RunTrainer, Trainer):
-    pass
+class _ClassifyTrainer(ExampleMeanTrainer, Trainer):
+    def example_losses(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        labels = inputs["labels"]
+        logits = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
+        return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
 TASK = Classify()

@@ -18,8 +18,18 @@ from acclimate.data import Row, Table, require_columns
 from acclimate.metrics import bootstrap_interval
 from acclimate.recipe import Recipe
 from acclimate.scoring import Item, score
-from acclimate.tasks.base import Evaluation, Examples, Task, context_length, fit, sharded, tokenise_pair
-from acclimate.tasks.sft import _as_text, _prompt_ids
+from acclimate.tasks.base import (
+    Evaluation,
+    Examples,
+    Task,
+    check_text,
+    context_length,
+    fit,
+    sharded,
+    tokenise_pair,
+    tokenise_prompt,
+)
+from acclimate.tasks.sft import as_text
 from acclimate.training import RunTrainer, arguments
 
 DEFINITION = (
@@ -38,15 +48,16 @@ class DPO(Task):
         result = Examples([], [], [], skipped=table.skipped)
         for number, row in enumerate(table.rows, 1):
             where = f"row {number} of '{table.source}'"
-            prompt = _prompt_ids(tokenizer, row["prompt"])
+            check_text(row, self.columns if labelled else ["prompt"], where)
+            prompt = tokenise_prompt(tokenizer, row["prompt"], where)
             answers = []
             if labelled:
-                pairs = [tokenise_pair(tokenizer, row["prompt"], row[side]) for side in ("chosen", "rejected")]
+                pairs = [tokenise_pair(tokenizer, row["prompt"], row[side], where) for side in ("chosen", "rejected")]
                 prompt, answers = pairs[0][0], [answer for _, answer in pairs]
             ids, cut = fit(prompt, max(map(len, answers), default=0), limit, where)
             result.truncated += cut
             result.items.append(Item(ids, answers))
-            result.rows.append({**row, "_prompt": _as_text(row["prompt"])})
+            result.rows.append({**row, "_prompt": as_text(row["prompt"])})
             result.lengths.append(2 * len(ids) + sum(map(len, answers)))
         return result
 

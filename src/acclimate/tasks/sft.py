@@ -19,7 +19,18 @@ from acclimate.errors import InputError
 from acclimate.metrics import adaptive_ece_of, bootstrap_interval, ece_of, reliability_bins
 from acclimate.recipe import Recipe
 from acclimate.scoring import Item, score
-from acclimate.tasks.base import Evaluation, Examples, Task, context_length, fit, sharded, tokenise_pair
+from acclimate.tasks.base import (
+    Evaluation,
+    Examples,
+    Task,
+    check_text,
+    context_length,
+    fit,
+    is_chat,
+    sharded,
+    tokenise_pair,
+    tokenise_prompt,
+)
 from acclimate.training import RunTrainer, arguments
 
 DEFINITION = (
@@ -45,9 +56,18 @@ class SFT(Task):
         result = Examples([], [], [], skipped=table.skipped)
         for number, row in enumerate(table.rows, 1):
             where = f"row {number} of '{table.source}'"
-            for prompt, completion in self._turns(row, chat, where, labelled):
+            try:
+                turns = self._turns(row, chat, where, labelled)
+            except InputError:
+                if not recipe.skip_bad:
+                    raise
+                result.skipped += 1
+                continue
+            for turn, (prompt, completion) in enumerate(turns, 1):
                 ids, answer = (
-                    tokenise_pair(tokenizer, prompt, completion) if labelled else (_prompt_ids(tokenizer, prompt), [])
+                    tokenise_pair(tokenizer, prompt, completion, where)
+                    if labelled
+                    else (tokenise_prompt(tokenizer, prompt, where), [])
                 )
                 ids, cut = fit(ids, len(answer), limit, where)
                 result.truncated += cut
@@ -57,20 +77,27 @@ class SFT(Task):
                     if isinstance(completion, str)
                     else (completion[0].get("content") if completion else None)
                 )
-                result.rows.append({**row, "_prompt": _as_text(prompt), "_completion": text})
+                name = row.get("id", str(number - 1))
+                result.rows.append(
+                    {
+                        **row,
+                        "id": name if len(turns) == 1 else f"{name}/{turn}",
+                        "_prompt": as_text(prompt),
+                        "_completion": text,
+                    }
+                )
                 result.lengths.append(len(ids) + len(answer))
         return result
 
     def _turns(self, row: Row, chat: bool, where: str, labelled: bool) -> list[tuple[Any, Any]]:
         if not chat:
+            check_text(row, ["prompt", *(["completion"] if labelled else [])], where)
             return [(row["prompt"], row.get("completion"))]
         messages = row["messages"]
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
-        ):
+        if not is_chat(messages):
             raise InputError(f'{where}: \'messages\' must be a list of {{"role": ..., "content": ...}}')
-        if not labelled:
-            return [(messages, None)]
+        if not labelled:  # a chat that ends with an answer asks for that answer
+            return [(messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages, None)]
         turns = [(messages[:i], [m]) for i, m in enumerate(messages) if m["role"] == "assistant" and i > 0]
         if not turns:
             raise InputError(f"{where}: 'messages' has no assistant turn to learn from")
@@ -176,13 +203,7 @@ class SFT(Task):
         )
 
 
-def _prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-
-
-def _as_text(prompt: Any) -> str:
+def as_text(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
 
 
