@@ -395,7 +395,7 @@ def test_the_page_has_a_row_and_a_section_a_claim(evidence_dir) -> None:
     assert cells[4] == "2"
     assert "## toy\n" in page
     assert "- met: parameters, ours / lora <= 0.1: 0.1 (64 against 640)" in page
-    assert "| ours | accuracy | 0.915 | 0.851 to 0.979 | 1.5 s | – | 64 | 2.0 kB |" in page
+    assert "| ours | accuracy | 0.915 | 0.851 to 0.979 | 1.5 s | – | 64 | 2 kB |" in page
     assert "| ours | nll | not a number |" in page
     assert "![toy](evidence/toy.svg)" in page
 

@@ -207,12 +207,12 @@ class Evidence:
             raise InputError(f"this is no evidence of a claim: {type(error).__name__}: {error}") from None
 
     def plot(self) -> str:
-        """An SVG of the systems on the metric of the first row."""
-        from acclimate.report.plots import evidence_plot
+        """An SVG file of the systems on the metric of the first row."""
+        from acclimate.report.plots import evidence_plot, standalone
 
         metric = self.rows[0].metric
         rows = [(row.system, row.mean, row.low, row.high) for row in self.rows if row.metric == metric]
-        return evidence_plot(rows, metric.replace("_", " "))
+        return standalone(evidence_plot(rows, metric.replace("_", " ")))
 
     def save(self, directory: str | Path) -> Path:
         """Write NAME.json and NAME.svg in `directory`, each in one step; returns the path of the JSON."""
