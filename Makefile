@@ -11,7 +11,7 @@ WORKERS ?= auto
 .PHONY: help demo test lint unit wheel docs claims-table clean
 
 help:
-	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about 5 minutes)"
+	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about three minutes)"
 	@echo "make test          lint, types, tests, examples, and the built wheel: what CI runs"
 	@echo "make docs          build the documentation into site/"
 	@echo "make claims-table  write docs/claims.md from evidence/"
@@ -44,7 +44,7 @@ wheel: $(VENV)/.installed
 	$(BIN)/python scripts/check_wheel.py
 
 docs: $(VENV)/.installed
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 claims-table: $(VENV)/.installed
 	$(BIN)/python -m acclimate.claims.table --write docs/claims.md --evidence evidence

@@ -53,7 +53,9 @@ def _tokenizer(where: Path) -> None:
     # the label words are repeated so that each is one token, as words are in a real vocabulary
     corpus = [row["text"] + " " + row["label"] for row in colour_rows(300)] + [f"a {w} b {w} c {w}" for w in WORDS] * 50
     tokenizer.train_from_iterator(corpus, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", model_max_length=256)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", model_max_length=256
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(where)
 
@@ -85,7 +87,7 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=400, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=256, pad_token_id=0,
+        max_position_embeddings=256, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     BertModel(config).save_pretrained(where)
     _tokenizer(where)
@@ -96,4 +98,6 @@ def tiny_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def colour_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(train, test) files of the colour task, as JSONL."""
     where = tmp_path_factory.mktemp("colours")
-    return write_jsonl(where / "train.jsonl", colour_rows(48)), write_jsonl(where / "test.jsonl", colour_rows(30, seed=1))
+    return write_jsonl(where / "train.jsonl", colour_rows(48)), write_jsonl(
+        where / "test.jsonl", colour_rows(30, seed=1)
+    )

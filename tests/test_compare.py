@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from acclimate.compare import _conclusion, _differences, compare, parse_vary, resume_comparison
+from acclimate.comparison import _conclusion, _differences, compare, parse_vary, resume_comparison
 from acclimate.errors import InputError
 from acclimate.recipe import Recipe
 from acclimate.tasks import get_task

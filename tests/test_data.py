@@ -292,7 +292,7 @@ def test_a_missing_column_lists_those_there_and_the_remedy() -> None:
         "'rows.csv' has no column 'text' (needed by task 'classify'). Columns found: id, body, kind. "
         "Map your names with --set columns.text=YOUR_COLUMN"
     )
-    with pytest.raises(InputError, match="no column 'bodi'.*Did you mean 'body'"):
+    with pytest.raises(InputError, match=r"no column 'bodi'.*Did you mean 'body'.*columns\.text="):
         data.rename_columns(TABLE, {"text": "bodi"})
 
 

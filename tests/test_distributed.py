@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+
 from conftest import colour_rows, write_jsonl
 
 LAUNCH = (
@@ -43,11 +44,17 @@ def plans(tiny_lm: Path, tiny_encoder: Path, tmp_path_factory: pytest.TempPathFa
     rows = colour_rows(40)
     files = {
         "words": write_jsonl(where / "words.jsonl", rows),
-        "pairs": write_jsonl(where / "pairs.jsonl", [{"prompt": r["text"], "completion": " " + r["label"]} for r in rows]),
+        "pairs": write_jsonl(
+            where / "pairs.jsonl", [{"prompt": r["text"], "completion": " " + r["label"]} for r in rows]
+        ),
         "dpo": write_jsonl(
             where / "dpo.jsonl",
             [
-                {"prompt": r["text"], "chosen": " " + r["label"], "rejected": " red" if r["label"] != "red" else " blue"}
+                {
+                    "prompt": r["text"],
+                    "chosen": " " + r["label"],
+                    "rejected": " red" if r["label"] != "red" else " blue",
+                }
                 for r in rows
             ],
         ),
@@ -73,7 +80,9 @@ def test_two_processes_equal_one(plans: dict[str, dict], tmp_path: Path) -> None
     for name in plans:
         one, two = tmp_path / "one" / name, tmp_path / "two" / name
         np.testing.assert_allclose(losses(two), losses(one), rtol=1e-4, err_msg=name)
-        rows = [[json.loads(line) for line in (p / "predictions_before.jsonl").read_text().splitlines()] for p in (one, two)]
+        rows = [
+            [json.loads(line) for line in (p / "predictions_before.jsonl").read_text().splitlines()] for p in (one, two)
+        ]
         assert [r["id"] for r in rows[0]] == [r["id"] for r in rows[1]]
         np.testing.assert_allclose([r["nll"] for r in rows[1]], [r["nll"] for r in rows[0]], rtol=1e-5, err_msg=name)
         info = json.loads((two / "run.json").read_text())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_jsonl
 
 from acclimate import data, evaluate, export, load_run, models, predict, tune
 from acclimate.runs import Run
+from conftest import write_jsonl
 
 pytestmark = pytest.mark.embedded
 

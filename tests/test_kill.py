@@ -13,9 +13,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from conftest import colour_rows, write_jsonl
 
 from acclimate.runs import PARTIAL
+from conftest import colour_rows, write_jsonl
 
 RANDOM_KILLS = 20
 
@@ -48,7 +48,9 @@ def settings(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def reference(spawn: Callable[..., BaseProcess], settings: dict, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def reference(
+    spawn: Callable[..., BaseProcess], settings: dict, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, float]:
     """(run never interrupted, seconds it took)."""
     where = tmp_path_factory.mktemp("reference") / "run"
     start = time.perf_counter()

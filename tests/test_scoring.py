@@ -21,7 +21,17 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from acclimate.scoring import MAX_LOGITS, Item, _batches, accepts, choice_logprobs, edge_logprobs, pack, score, scored_logits
+from acclimate.scoring import (
+    MAX_LOGITS,
+    Item,
+    _batches,
+    accepts,
+    choice_logprobs,
+    edge_logprobs,
+    pack,
+    score,
+    scored_logits,
+)
 from acclimate.tasks.choice import choice_losses
 
 VOCABULARY = 60
@@ -38,7 +48,9 @@ def build(kind: str, attention: str = "sdpa") -> PreTrainedModel:
         config: Any = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **common)
         return GPT2LMHeadModel(config).eval()
     if kind == "qwen2":
-        config = Qwen2Config(num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, **sizes, **common)
+        config = Qwen2Config(
+            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, **sizes, **common
+        )
         return Qwen2ForCausalLM(config).eval()
     config = LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **sizes, **common)
     return LlamaForCausalLM(config).eval()

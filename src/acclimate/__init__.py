@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from acclimate.compare import compare
+    from acclimate.comparison import compare
     from acclimate.errors import AcclimateError, InputError, MissingError
     from acclimate.models import load_model
     from acclimate.pipeline import evaluate, export, load_run, predict, tune
@@ -26,7 +26,7 @@ _WHERE = {
     "MissingError": "errors",
     "Recipe": "recipe",
     "Run": "runs",
-    "compare": "compare",
+    "compare": "comparison",
     "evaluate": "pipeline",
     "export": "pipeline",
     "load_model": "models",
@@ -56,6 +56,5 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'acclimate' has no attribute '{name}'")
     value = getattr(importlib.import_module(f"acclimate.{_WHERE[name]}"), name)
-    # kept, since importing the submodule `compare` would otherwise put the module where the function belongs
-    globals()[name] = value
+    globals()[name] = value  # the next look-up finds it without coming here
     return value

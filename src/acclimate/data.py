@@ -66,10 +66,11 @@ BUNDLED = {
             "task": "choice",
             "columns": {"label": "intent"},
             "template": "Request: {text}\nIntent:",
+            "max_train_samples": 3000,
             "max_eval_samples": 500,
         },
     ),
-    "clinc150-oos": Bundled({"train": "oos", "test": "oos"}, {"task": "choice", "columns": {"label": "intent"}}),
+    "clinc150-oos": Bundled({"test": "oos"}, {"task": "choice", "columns": {"label": "intent"}}),
 }
 
 
@@ -93,7 +94,7 @@ def read_table(source: str, *, split: str = "train", skip_bad: bool = False) -> 
     Parameters
     ----------
     source
-        Bundled name, path, or hub id; bundled names and hub ids may end in `:split`.
+        Bundled name, path, or hub id. Bundled names and hub ids may end in `:split`, hub ids also in `:configuration:split`.
     split
         Which split of a bundled sample or hub data set, when the source does not say.
     skip_bad
@@ -120,7 +121,8 @@ def read_table(source: str, *, split: str = "train", skip_bad: bool = False) -> 
     elif path.suffix or source.startswith((".", "/", "~")):
         raise InputError(f"no data file at '{source}' (looked in {Path.cwd()})")
     else:
-        table = _read_hub(name, named_split or split)
+        configuration, _, hub_split = named_split.rpartition(":")
+        table = _read_hub(name, configuration or None, hub_split or split)
     if not table.rows:
         bad = f" ({table.skipped} unreadable rows were skipped)" if table.skipped else ""
         raise InputError(
@@ -256,11 +258,11 @@ def _delimited(text: str, name: str, delimiter: str, skips: _Skips) -> Iterator[
         yield dict(row)
 
 
-def _read_hub(name: str, split: str) -> Table:
+def _read_hub(name: str, configuration: str | None, split: str) -> Table:
     import datasets
 
     try:
-        return Table(datasets.load_dataset(name, split=split).to_list(), f"{name}:{split}")
+        return Table(datasets.load_dataset(name, configuration, split=split).to_list(), f"{name}:{split}")
     except Exception as error:
         raise InputError(
             f"'{name}' is neither a file, nor a bundled sample ({', '.join(BUNDLED)}), nor a hub data set that can be "

@@ -7,13 +7,15 @@ into the user's cache: atomically, under a lock, once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,14 +155,18 @@ def _convert(source: Path, target: Path) -> None:
     with quiet():
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
         loaded = AutoModelForCausalLM.from_pretrained(str(source.parent), gguf_file=source.name, dtype=torch.float32)
-        # save_pretrained refuses a model that says it is quantised, which the dequantised one still does: build it anew
-        record = loaded.config.to_dict()
-        kept = {key: value for key, value in record.items() if key not in ("quantization_config", "_name_or_path")}
-        model = type(loaded)(type(loaded.config).from_dict(kept))
-        model.load_state_dict(loaded.state_dict())
-        model.generation_config = loaded.generation_config
-        model.save_pretrained(target)
+        _forget_gguf(loaded).save_pretrained(target)
         tokenizer.save_pretrained(target)
+
+
+def _forget_gguf(loaded: Any) -> Any:
+    """The same model without the record that it was quantised, with which transformers would neither save nor train it."""
+    record = loaded.config.to_dict()
+    kept = {key: value for key, value in record.items() if key not in ("quantization_config", "_name_or_path")}
+    model = type(loaded)(type(loaded.config).from_dict(kept)).to(loaded.dtype)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    return model.eval()
 
 
 def resolve(name: str, say: Callable[[str], None] = lambda text: None) -> str:
@@ -239,8 +245,15 @@ def load_model(
             tokenizer = transformers.AutoTokenizer.from_pretrained(where, **common)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             reason = textwrap.shorten(str(error) or type(error).__name__, 300)
-            raise InputError(f"cannot load model '{name}' with {part}: {reason}") from error
+            what = (
+                f"model '{name}'"
+                if Path(where).exists()
+                else f"'{name}' (no such directory here, so taken for a hub id)"
+            )
+            raise InputError(f"cannot load {what} with {part}: {reason}") from error
     _check_weights(name, auto_class, model, report)
+    if "gguf_file" in common:
+        model = _forget_gguf(model)
     # many tokenizers do not know what the model's positions allow
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = min(tokenizer.model_max_length, context or tokenizer.model_max_length)
@@ -265,18 +278,19 @@ def _check_weights(name: str, auto_class: str, model: PreTrainedModel, report: d
         )
 
 
-class quiet:  # noqa: N801 - used as a context manager, like contextlib's
-    """Silence transformers' bars and load report while a model is read or written; what matters is said by us."""
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' bars, load report and notes to PEFT and TRL about renamed arguments; what matters we say."""
+    from transformers.utils import logging
 
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self._verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *exc: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self._verbosity)
-        logging.enable_progress_bar()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

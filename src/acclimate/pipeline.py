@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -77,7 +78,7 @@ def tune(
         if directory is None or not (Path(directory) / "recipe.yaml").exists():
             raise InputError(f"no run to resume at '{directory}': it has no recipe.yaml")
         recipe = Recipe.from_yaml(Path(directory) / "recipe.yaml")
-    recipe = with_sample_defaults(recipe)
+    recipe = located(with_sample_defaults(recipe))
     if directory is None:
         chosen = [str(free_directory(f"{recipe.task}-{recipe.adapter}"))]
         directory = broadcast_object_list(chosen)[0]
@@ -111,7 +112,10 @@ def _refuse_foreign(path: Path) -> None:
 
 def _start(run: Run, recipe: Recipe, overwrite: bool) -> None:
     if run.writer:
-        if (run / "recipe.yaml").exists() and not overwrite:
+        # a run that failed over its input left nothing to lose: the user mends it and starts again
+        ours = (".lock", "recipe.yaml", "run.json")
+        something = "status" not in run.info or any(item.name not in ours for item in run.path.iterdir())
+        if (run / "recipe.yaml").exists() and something and not overwrite:
             state = run.info.get("status", "unfinished")
             raise InputError(
                 f"'{run.path}' already holds a run ({state}). Go on with it: --resume {run.path}; replace it: --overwrite; "
@@ -155,6 +159,7 @@ def _work(run: Run, recipe: Recipe, show: Any) -> None:
             data.sample(eval_table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer
         )
         _check_data(run, task, recipe, train, held_out, train_table, eval_table)
+        _check_training(model, task, recipe, run.path, train)
 
     if not (run / "evaluation_before.json").exists():
         with run.stage("evaluate before"):
@@ -165,9 +170,9 @@ def _work(run: Run, recipe: Recipe, show: Any) -> None:
         model = load_tuned(model, recipe, run.path)
     else:
         with run.stage("train"):
-            model = _train(run, task, model, tokenizer, train, held_out, recipe, show)
+            trainer = _train(run, task, model, tokenizer, train, held_out, recipe, show)
         with run.stage("save"):
-            _save(run, model, tokenizer, artifact)
+            model = _save(run, trainer, tokenizer, artifact)
     if not (run / "evaluation_after.json").exists():
         with run.stage("evaluate after"):
             after = measure(task, model, tokenizer, held_out, recipe, show, "scoring the tuned model")
@@ -183,26 +188,29 @@ def _work(run: Run, recipe: Recipe, show: Any) -> None:
 def _train(
     run: Run, task: Task, model: Any, tokenizer: Any, train: Examples, held_out: Examples, recipe: Recipe, show: Any
 ) -> Any:
+    """Attach and train; returns the trainer, with the trained model in it."""
     from transformers import set_seed
 
     from acclimate.training import trainable_state
 
     set_seed(recipe.seed)
     model = attach(model, recipe, task)
-    trainer = task.trainer(model, tokenizer, train, held_out, recipe, run.path, show)
+    if run.writer and changes_base(recipe) and not (run / "start").exists():
+        with runs.replacing(run / "start") as temporary:  # what saving must subtract, to leave a plain LoRA
+            model.save_pretrained(temporary)
     parameters = trainable_state(model)
     if not parameters["trainable"]:
         raise InputError(f"adapter '{recipe.adapter}' left nothing to train; check adapter_args")
+    trainer: Any = task.trainer(model, tokenizer, train, held_out, recipe, run.path, show)
     run.update(parameters=parameters)
     runs.reset_peak_memory()
     try:
-        trainer.resume()  # type: ignore[attr-defined]
+        trainer.resume()
     except Interrupted:
         raise Interrupted(
             f"stopped at step {trainer.state.global_step}; go on with: acclimate tune --resume {run.path}"
         ) from None
-    steps, times = trainer.state.global_step, trainer.watch.step_seconds  # type: ignore[attr-defined]
-    train_seconds = trainer.watch.seconds  # type: ignore[attr-defined]
+    steps, times, train_seconds = trainer.state.global_step, trainer.watch.step_seconds, trainer.watch.seconds
     facts: dict[str, Any] = {
         "steps": steps,
         "train_seconds": round(train_seconds, 3),
@@ -213,7 +221,12 @@ def _train(
         facts["seconds_per_step"] = round(statistics.median(times[1:] or times or [train_seconds / steps]), 4)
         facts["peak_memory_bytes"] = runs.peak_memory()
     run.update(**facts)
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return trainer
+
+
+def changes_base(recipe: Recipe) -> bool:
+    """Whether the start takes something out of the base weights (PiSSA, OLoRA), so that the adapter alone is not a plain LoRA."""
+    return methods.find(recipe.init, "init").defaults.get("init_lora_weights") in ("pissa", "olora")
 
 
 def attach(model: Any, recipe: Recipe, task: Task) -> Any:
@@ -247,7 +260,8 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
     except ValueError as error:
         raise InputError(f"adapter_args of '{recipe.adapter}': {error}") from None
     try:
-        return peft.get_peft_model(model, config)
+        with models.quiet():
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         if "arget modules" in str(error):
             raise InputError(
@@ -278,6 +292,17 @@ def with_sample_defaults(recipe: Recipe) -> Recipe:
     if filled.eval_data is None:
         filled = filled.replace(eval_data=f"{recipe.data.partition(':')[0]}:test")
     return filled
+
+
+def located(recipe: Recipe) -> Recipe:
+    """Local paths made absolute, so that the run can be resumed and used from any directory."""
+    names = ("model", "data", "eval_data")
+    known = {*BUNDLED, *models.EMBEDDED}
+    local = {n: getattr(recipe, n) for n in names if getattr(recipe, n) and getattr(recipe, n) not in known}
+    found = {
+        n: str(Path(value).expanduser().resolve()) for n, value in local.items() if Path(value).expanduser().exists()
+    }
+    return recipe.replace(**found) if found else recipe
 
 
 def load_tables(recipe: Recipe) -> tuple[Table, Table]:
@@ -323,7 +348,8 @@ def load_tuned(model: Any, recipe: Recipe, path: Path) -> Any:
     where = path / "adapter" if (path / "adapter").is_dir() else path
     if not (where / "adapter_config.json").exists():
         raise InputError(f"no adapter at '{where}': it has no adapter_config.json")
-    return peft.PeftModel.from_pretrained(model, str(where)).to(device).eval()
+    with models.quiet():
+        return peft.PeftModel.from_pretrained(model, str(where)).to(device).eval()
 
 
 def load_run(path: str | Path, show: Any = None) -> tuple[Any, Any, Task, Recipe]:
@@ -392,7 +418,10 @@ def evaluate(
     if is_run and adapter is not None:
         raise InputError(f"'{model}' is a run and has its own adapter; give the base model with --adapter")
     if is_run:
-        recipe = Recipe.from_yaml(Path(model) / "recipe.yaml").replace(**settings)
+        recipe = Recipe.from_yaml(Path(model) / "recipe.yaml")
+        if data_source is not None:  # other rows than the run's: all of them, unless a number is asked for
+            recipe = recipe.replace(max_eval_samples=None)
+        recipe = recipe.replace(**settings)
         source = data_source or recipe.eval_data
     else:
         if data_source is None:
@@ -495,7 +524,19 @@ def free_directory(stem: str, root: str = "runs") -> Path:
     return path
 
 
-# --- what a run writes ---
+# --- what a run checks and writes ---
+
+
+def _check_training(model: Any, task: Task, recipe: Recipe, path: Path, train: Examples) -> None:
+    """Find out now what would fail only after the untouched model has been scored: adapter and training settings."""
+    import torch
+
+    from acclimate.training import arguments
+
+    arguments(recipe, path, train.lengths)
+    with torch.device("meta"):  # the architecture without its weights
+        shell = type(model)(model.config)
+    attach(shell, recipe.replace(init="default", init_args={}) if changes_base(recipe) else recipe, task)
 
 
 def _check_data(
@@ -524,8 +565,7 @@ def _check_data(
         run.warn(f"{facts['skipped']} bad rows were left out")
     if train.truncated or held_out.truncated:
         run.warn(
-            f"prompts longer than the limit lost their beginning: {train.truncated} in training, {held_out.truncated} in "
-            "evaluation. Answers are whole. Raise max_length to keep them"
+            f"{task.cut}: {train.truncated} in training, {held_out.truncated} in evaluation. Raise max_length to keep them whole"
         )
     if task.name == "classify":
         run.warn(
@@ -533,15 +573,26 @@ def _check_data(
         )
 
 
-def _save(run: Run, model: Any, tokenizer: Any, artifact: str) -> None:
+def _save(run: Run, trainer: Any, tokenizer: Any, artifact: str) -> Any:
+    """Write what was trained, as an ordinary LoRA folder wherever it is one; returns the trained model without wrappers."""
+    # collective under FSDP, where every rank holds a shard
+    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if "ref" in getattr(model, "peft_config", {}):  # TRL's copy of the start, which DPO compared with
+        model.delete_adapter("ref")
     if not run.writer:
-        return
-    with models.quiet(), runs.replacing(run / artifact) as temporary:
-        model.save_pretrained(temporary, safe_serialization=True)
+        return model
+    with models.quiet(), runs.replacing(run / artifact) as temporary, tempfile.TemporaryDirectory() as scratch:
+        options: dict[str, Any] = {}
+        if (run / "start").exists():
+            shutil.copytree(run / "start", scratch, dirs_exist_ok=True)  # PEFT writes into it
+            options["path_initial_model_for_weight_conversion"] = scratch
+        model.save_pretrained(temporary, state_dict=state, **options)
         if artifact == "model":
             tokenizer.save_pretrained(temporary)
     weights = sum(file.stat().st_size for file in (run / artifact).glob("*.safetensors"))
     run.update(adapter_bytes=weights, artifacts={artifact: f"{artifact}/"})
+    return model
 
 
 def _save_evaluation(run: Run, evaluation: Evaluation, when: str) -> None:

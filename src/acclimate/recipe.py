@@ -36,29 +36,31 @@ class TrainSettings(_Strict):
     max_seconds: float | None = Field(None, gt=0, description="stop after this much training time (a budget)")
     batch_size: int = Field(16, gt=0, description="global rows per optimiser step, over all processes")
     micro_batch_size: int | None = Field(
-        None, gt=0, description="rows per process and forward pass; None: batch/processes"
+        None, gt=0, description="rows per process and forward pass; null: batch_size / processes"
     )
-    lr: float | None = Field(None, gt=0, description="peak learning rate; None: the method's own default")
-    lr_schedule: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr: float | None = Field(None, gt=0, description="peak learning rate; null: the method's own")
+    lr_schedule: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(
+        "linear", description="how the learning rate goes on after the warm-up"
+    )
     warmup: float = Field(0.05, ge=0, lt=1, description="share of the steps with a rising learning rate")
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, description="pulls weights towards zero; biases and norms are exempt")
     max_grad_norm: float = Field(1.0, ge=0, description="0: no clipping")
     group_by_length: bool = Field(False, description="batch rows of like length together: less padding")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on a GPU that has it")
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = Field(False, description="less memory, about a fifth more time")
     compile: bool = Field(False, description="torch.compile the model")
     log_every: int = Field(1, gt=0, description="steps between lines of metrics.jsonl")
     eval_every: int | None = Field(None, gt=0, description="steps between evaluations of the loss during training")
-    save_every: int | None = Field(None, gt=0, description="steps between checkpoints; None: ten a run")
-    keep_checkpoints: int = Field(2, gt=0)
+    save_every: int | None = Field(None, gt=0, description="steps between checkpoints; null: ten a run")
+    keep_checkpoints: int = Field(2, gt=0, description="how many of the last checkpoints stay")
     report_to: list[str] = Field([], description="trackers that transformers knows, e.g. [tensorboard]")
 
 
 class Recipe(_Strict):
     """One run of `acclimate tune`.
 
-    >>> Recipe(model="smollm2", data="clinc150", train={"max_steps": 10}).task
-    'choice'
+    >>> Recipe(model="smollm2", data="clinc150", train={"max_steps": 10}).train.max_steps
+    10
     >>> Recipe(adaptor="lora")
     Traceback (most recent call last):
         ...
@@ -71,9 +73,9 @@ class Recipe(_Strict):
     """
 
     model: str = Field("smollm2", description="embedded name, directory, GGUF file or hub id")
-    data: str = Field("clinc150", description="bundled name, JSONL/CSV/Parquet file or hub id[:split]")
-    eval_data: str | None = Field(None, description="held-out data; None: the sample's own, or a tenth of the rows")
-    task: TaskName | None = Field(None, description="None: the bundled sample's task")
+    data: str = Field("clinc150", description="bundled name, JSONL/CSV/Parquet file or hub id[[:configuration]:split]")
+    eval_data: str | None = Field(None, description="held-out data; null: the sample's own, or a tenth of the rows")
+    task: TaskName | None = Field(None, description="null: the bundled sample's task")
 
     columns: dict[str, str] = Field({}, description="our column name: the name in your file")
     template: str | None = Field(None, description="choice: the prompt, with {column} placeholders")
@@ -83,16 +85,16 @@ class Recipe(_Strict):
     max_train_samples: int | None = Field(None, gt=0, description="a random subset of the training rows")
     max_eval_samples: int | None = Field(None, gt=0, description="a random subset of the evaluation rows")
     max_length: int | None = Field(
-        None, gt=8, description="tokens per example; None: the model's context, at most 1,024"
+        None, gt=8, description="tokens per example; null: the model's context, at most 1,024"
     )
     skip_bad: bool = Field(False, description="drop unreadable rows and count them, instead of stopping")
 
-    adapter: str = "lora"
-    adapter_args: dict[str, Any] = {}
-    init: str = "default"
-    init_args: dict[str, Any] = {}
-    optimizer: str = "adamw"
-    optimizer_args: dict[str, Any] = {}
+    adapter: str = Field("lora", description="where the change lives; `acclimate methods --stage adapter`")
+    adapter_args: dict[str, Any] = Field({}, description="arguments of the adapter's PEFT configuration, e.g. r")
+    init: str = Field("default", description="how the adapter starts; `acclimate methods --stage init`")
+    init_args: dict[str, Any] = Field({}, description="arguments of the start")
+    optimizer: str = Field("adamw", description="`acclimate methods --stage optimizer`")
+    optimizer_args: dict[str, Any] = Field({}, description="arguments of the optimiser, e.g. betas")
 
     length_normalise: bool = Field(False, description="choice: divide each choice's log-probability by its tokens")
     dpo_beta: float = Field(0.1, gt=0, description="dpo: strength of the pull towards the reference model")

@@ -25,6 +25,9 @@ from acclimate.errors import AcclimateError, InputError, MissingError
 
 PARTIAL = ".partial-"  # prefix of everything half-written; swept away when a run is opened
 
+_UMASK = os.umask(0o022)
+os.umask(_UMASK)  # it can only be read by setting it
+
 Status = Literal["running", "done", "failed", "interrupted"]
 
 
@@ -69,6 +72,7 @@ def replacing(path: Path) -> Iterator[Path]:
             if temporary.is_dir():
                 for file in temporary.rglob("*"):
                     if file.is_file():
+                        file.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
                         _sync(file)
                 _remove(path)  # a directory cannot be renamed over a filled one
             else:

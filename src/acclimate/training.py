@@ -114,11 +114,16 @@ def arguments(
     precision = pick_precision(train.precision, device)
     micro, accumulation = batch_plan(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     steps = planned_steps(recipe, lengths)
-    warmup = math.ceil(train.warmup * steps) if train.lr_schedule != "constant" else 0
+    warmup = int(train.warmup * steps) if train.lr_schedule != "constant" else 0
     if train.max_seconds:
         warmup, save = 10, 50
     else:
         save = max(1, math.ceil(steps / 10))
+    # TRL's arguments still know activation checkpointing by its old name, and turn it on unless told
+    checkpointing: dict[str, Any] = {}
+    if train.activation_checkpointing or kind is not TrainingArguments:
+        name = "activation_checkpointing" if kind is TrainingArguments else "gradient_checkpointing"
+        checkpointing = {name: train.activation_checkpointing, f"{name}_kwargs": {"use_reentrant": False}}
     values: dict[str, Any] = {
         "output_dir": str(directory / "checkpoints"),
         "per_device_train_batch_size": micro,
@@ -135,8 +140,7 @@ def arguments(
         "length_column_name": "length",
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
-        "gradient_checkpointing": train.activation_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if train.activation_checkpointing else None,
+        **checkpointing,
         "torch_compile": train.compile,
         "use_cpu": device == "cpu",
         "dataloader_pin_memory": device == "cuda",
@@ -155,7 +159,8 @@ def arguments(
         "data_seed": recipe.seed,
         "ddp_find_unused_parameters": False,
     }
-    return kind(**{**values, **special})
+    with quiet():
+        return kind(**{**values, **special})
 
 
 # A mixin for transformers' Trainer and TRL's: to the type checker it is one, at run time it stays out of their ancestry.
@@ -355,7 +360,11 @@ class _Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.show is not None:
-            self.show.start("training", total=state.max_steps, done=state.global_step)
+            seconds = self.trainer.recipe.train.max_seconds
+            if seconds is None:
+                self.show.start("training", total=state.max_steps, done=state.global_step)
+            else:
+                self.show.start("training (seconds)", total=seconds, done=self.seconds)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started = time.perf_counter()
@@ -365,7 +374,7 @@ class _Watch(TrainerCallback):
         self.seconds += spent
         self.step_seconds.append(spent)
         if self.show is not None:
-            self.show.advance(1)
+            self.show.advance(1 if self.trainer.recipe.train.max_seconds is None else spent)
         spent_all = self.out_of_time
         if self.trainer.args.world_size > 1:  # one rank's wish must stop all of them, or the others wait for it forever
             wishes = torch.tensor([float(self.interrupted), float(spent_all)], device=self.trainer.args.device)

@@ -20,7 +20,7 @@ import numpy as np
 
 from acclimate import data, pipeline, runs
 from acclimate.claims.base import Bar, Budget, Claim, Row
-from acclimate.compare import compare
+from acclimate.comparison import compare
 from acclimate.metrics import summarise
 from acclimate.recipe import Recipe
 from acclimate.show import Silent

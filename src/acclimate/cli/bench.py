@@ -15,8 +15,10 @@ Run a method's claim: its headline as an experiment against real peers, with a v
 
 **Examples**
 
-    acclimate bench lora
-    acclimate bench lora --fast --json
+```
+acclimate bench lora
+acclimate bench lora --fast --json
+```
 """
 
 

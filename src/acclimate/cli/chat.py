@@ -16,8 +16,10 @@ Empty line or Ctrl-D ends; `/new` starts a new chat.
 
 **Examples**
 
-    acclimate chat runs/sft-lora
-    acclimate chat runs/choice-lora
+```
+acclimate chat runs/sft-lora
+acclimate chat runs/choice-lora
+```
 """
 
 

@@ -62,7 +62,10 @@ class Speaker:
             typer.echo(json.dumps(document, ensure_ascii=False, indent=2))
         elif not self.quiet:
             for item in renderables:
-                out.print(item, soft_wrap=isinstance(item, str))  # a path that wraps cannot be copied
+                if isinstance(item, str):  # plain text: brackets are not markup, and a path that wraps cannot be copied
+                    out.print(item, markup=False, highlight=False, soft_wrap=True)
+                else:
+                    out.print(item)
 
 
 def run_app(arguments: list[str]) -> int:

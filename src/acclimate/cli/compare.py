@@ -15,10 +15,12 @@ Run every combination on the same data, order and budget, next to the untouched 
 
 **Examples**
 
-    acclimate compare --data clinc150 --vary adapter=lora,ia3,full --seeds 3
-    acclimate compare recipe.yaml --vary adapter=lora --vary optimizer=adamw,adafactor --budget tokens=50000
-    acclimate compare recipe.yaml --vary train.lr=3e-4,1e-3,3e-3 -o runs/lr --json
-    acclimate compare --resume runs/lr
+```
+acclimate compare --data clinc150 --vary adapter=lora,ia3,full --seeds 3
+acclimate compare recipe.yaml --vary adapter=lora --vary optimizer=adamw,adafactor --budget tokens=50000
+acclimate compare recipe.yaml --vary train.lr=3e-4,1e-3,3e-3 -o runs/lr --json
+acclimate compare --resume runs/lr
+```
 """
 
 
@@ -43,8 +45,8 @@ def compare(
 ) -> None:
     from rich.table import Table
 
-    from acclimate.compare import compare as work
-    from acclimate.compare import parse_vary, resume_comparison
+    from acclimate.comparison import compare as work
+    from acclimate.comparison import parse_vary, resume_comparison
     from acclimate.errors import InputError
 
     speaker = Speaker(as_json, quiet)
@@ -57,7 +59,7 @@ def compare(
         result = work(chosen, parse_vary(vary or []), seeds=seeds, budget=budget, directory=output, show=speaker.show)
     document = result.document
     table = Table(
-        title=f"{document['n_examples']} examples, {len(document['seeds'])} seeds, {document['budget']}",
+        title=f"examples: {document['n_examples']}, seeds: {len(document['seeds'])}, budget: {document['budget']}",
         title_justify="left",
     )
     for column in ("", document["metric"], "nll", "trainable", "peak memory", "s / step", "file"):

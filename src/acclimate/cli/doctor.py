@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import re
 import shutil
 from typing import Any
 
@@ -16,24 +16,29 @@ What is installed, which devices and extras there are, disk space, and whether t
 
 **Examples**
 
-    acclimate doctor
-    acclimate doctor --json
+```
+acclimate doctor
+acclimate doctor --json
+```
 """
 
-# One package that tells whether an extra is there, and what the extra is for.
-EXTRAS = {
-    "materials": ("ase", "phonons and interatomic potentials"),
-    "eeg": ("mne", "EEG"),
-    "graphs": ("torch_geometric", "graphs"),
-    "rl": ("gymnasium", "reinforcement learning"),
-    "federated": ("flwr", "federated learning"),
-    "vision": ("PIL", "images"),
-    "bench": ("psutil", "peers for `acclimate bench`"),
-    "docs": ("mkdocs", "building the documentation"),
-}
+
+def extras() -> dict[str, list[str]]:
+    """Extra -> the packages it would bring that are not installed, from acclimate's own metadata."""
+    distribution = importlib.metadata.distribution("acclimate")
+    missing: dict[str, list[str]] = {name: [] for name in distribution.metadata.get_all("Provides-Extra") or []}
+    for requirement in distribution.requires or []:
+        match = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", requirement)
+        if match:
+            try:
+                importlib.metadata.version(match[1])
+            except importlib.metadata.PackageNotFoundError:
+                missing[match[2]].append(match[1])
+    return missing
 
 
 def doctor(as_json: Json = False, quiet: Quiet = False) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from acclimate.models import EMBEDDED, cache_dir, is_ready
@@ -44,7 +49,7 @@ def doctor(as_json: Json = False, quiet: Quiet = False) -> None:
     while not place.exists():
         place = place.parent
     facts["disk_free_bytes"] = shutil.disk_usage(place).free
-    facts["extras"] = {name: importlib.util.find_spec(package) is not None for name, (package, _) in EXTRAS.items()}
+    facts["extras"] = {name: not missing for name, missing in extras().items()}
     facts["models"] = {name: is_ready(name) for name in EMBEDDED}
     table = Table(show_header=False)
     table.add_column(style="bold")
@@ -56,11 +61,9 @@ def doctor(as_json: Json = False, quiet: Quiet = False) -> None:
     table.add_row("disk", f"{bytes_text(facts['disk_free_bytes'])} free for converted models")
     for name, ready in facts["models"].items():
         table.add_row(f"model {name}", "ready" if ready else f"not yet: acclimate models add {name}")
-    for name, there in facts["extras"].items():
-        table.add_row(
-            f"extra {name}",
-            "installed" if there else f"not installed ({EXTRAS[name][1]}): pip install 'acclimate[{name}]'",
-        )
+    for name, missing in extras().items():
+        wanted = f"lacks {', '.join(missing)}: pip install 'acclimate[{name}]'"
+        table.add_row(f"extra {name}", escape(wanted) if missing else "installed")
     Speaker(as_json, quiet).result(facts, table)
 
 

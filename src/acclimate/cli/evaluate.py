@@ -14,10 +14,12 @@ Score a run, a model, or a model with an adapter: task metric, NLL, perplexity, 
 
 **Examples**
 
-    acclimate evaluate runs/choice-lora
-    acclimate evaluate runs/choice-lora --data fresh.csv -o runs/fresh
-    acclimate evaluate smollm2 --data clinc150 --set max_eval_samples=200
-    acclimate evaluate smollm2 --adapter runs/choice-lora/adapter --data clinc150 --json
+```
+acclimate evaluate runs/choice-lora
+acclimate evaluate runs/choice-lora --data fresh.csv -o runs/fresh
+acclimate evaluate smollm2 --data clinc150 --set max_eval_samples=200
+acclimate evaluate smollm2 --adapter runs/choice-lora/adapter --data clinc150 --json
+```
 """
 
 

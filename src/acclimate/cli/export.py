@@ -15,8 +15,10 @@ Write a run's result for use elsewhere: the PEFT adapter folder, or a whole mode
 
 **Examples**
 
-    acclimate export runs/choice-lora --to peft -o my-adapter
-    acclimate export runs/choice-lora --to merged -o my-model
+```
+acclimate export runs/choice-lora --to peft -o my-adapter
+acclimate export runs/choice-lora --to merged -o my-model
+```
 """
 
 

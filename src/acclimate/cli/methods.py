@@ -13,9 +13,11 @@ The table of all methods: what each does, where it plugs in, how to select it, a
 
 **Examples**
 
-    acclimate methods
-    acclimate methods --stage adapter
-    acclimate methods --json
+```
+acclimate methods
+acclimate methods --stage adapter
+acclimate methods --json
+```
 """
 
 

@@ -18,19 +18,21 @@ Answer rows with a run's model. Reads JSONL, CSV or plain lines; streams JSONL t
 
 **Examples**
 
-    acclimate predict runs/choice-lora --input requests.txt
-    acclimate predict runs/choice-lora --input rows.csv > answers.jsonl
-    echo "move 50 dollars to savings" | acclimate predict runs/choice-lora
+```
+acclimate predict runs/choice-lora --input requests.txt
+acclimate predict runs/choice-lora --input rows.csv > answers.jsonl
+echo "move 50 dollars to savings" | acclimate predict runs/choice-lora
+```
 """
 
 
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    source: Annotated[str, typer.Option("--input", "-i", help="File, or - for standard input.")] = "-",
+    source: Annotated[str, typer.Option("--input", "-i", help="File, bundled sample, or - for standard input.")] = "-",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    from acclimate.data import FILE_ENDINGS, read_lines, read_table
+    from acclimate.data import BUNDLED, FILE_ENDINGS, read_lines, read_table
     from acclimate.pipeline import predict as work
     from acclimate.recipe import Recipe
 
@@ -40,8 +42,8 @@ def predict(
     column = "prompt" if Recipe.from_yaml(run / "recipe.yaml").task in ("sft", "dpo") else "text"
     if source == "-":
         rows: Any = _lines(column)
-    elif Path(source).suffix.lower() in (*FILE_ENDINGS, ".gz"):
-        rows = read_table(source).rows
+    elif Path(source).suffix.lower() in (*FILE_ENDINGS, ".gz") or source.partition(":")[0] in BUNDLED:
+        rows = read_table(source, split="test").rows
     else:
         if not Path(source).is_file():
             raise InputError(f"no file '{source}'")

@@ -16,12 +16,14 @@ With neither recipe nor flags: the embedded model on the bundled sample.
 
 **Examples**
 
-    acclimate tune
-    acclimate tune --data tickets.csv --task choice --adapter lora --seed 1
-    acclimate tune recipe.yaml --set train.lr=5e-4 -o runs/try-2
-    acclimate tune --model ./my-model --data chats.jsonl --task sft
-    acclimate tune --resume runs/try-2
-    accelerate launch --num_processes 2 -m acclimate tune recipe.yaml
+```
+acclimate tune
+acclimate tune --data tickets.csv --task choice --adapter lora --seed 1
+acclimate tune recipe.yaml --set train.lr=5e-4 -o runs/try-2
+acclimate tune --model ./my-model --data chats.jsonl --task sft
+acclimate tune --resume runs/try-2
+accelerate launch --num_processes 2 -m acclimate tune recipe.yaml
+```
 """
 
 
@@ -113,10 +115,10 @@ def report_run(run: Any, speaker: Speaker) -> None:
         f"trained {info['parameters']['trainable']:,} of {info['parameters']['total']:,} parameters in {info['steps']} steps, "
         f"{seconds_text(info['timings'].get('train', 0))}; peak memory {bytes_text(info.get('peak_memory_bytes'))}; "
         f"weights to keep {bytes_text(info['adapter_bytes'])}",
-        *(f"[yellow]note:[/yellow] {escape(text)}" for text in info["warnings"]),
-        f"report   {escape(str(run / 'report.html'))}",
-        f"adapter  {escape(str(run / next(iter(info['artifacts']))))}",
-        f"try it   acclimate predict {escape(str(run.path))} --input FILE",
+        *(f"note: {text}" for text in info["warnings"]),
+        f"report   {run / 'report.html'}",
+        f"adapter  {run / next(iter(info['artifacts']))}",
+        f"try it   acclimate predict {run.path} --input FILE",
     ]
     speaker.result({"run": str(run.path), "evaluation": evaluation, "info": info}, table, *lines)
 

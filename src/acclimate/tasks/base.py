@@ -77,6 +77,7 @@ class Task:
     metric = "accuracy"
     higher_is_better = True
     columns: tuple[str, ...] = ()
+    cut = "prompts longer than the limit lost their beginning (answers are whole)"
 
     def complete(self, recipe: Recipe, table: Table) -> Recipe:
         """Fill in what the training data tells (the label set, say)."""
@@ -224,13 +225,17 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Row], where: str,
         raise InputError(f"{where}: the model's chat template refuses these messages: {error}") from None
 
 
-def sharded(function: Callable[[list[int]], list[Row]], count: int) -> list[Row]:
-    """Run `function` on this process's share of the indices 0..count-1 and gather the rows of all, in order."""
+def sharded(function: Callable[[list[int]], list[Row]], count: int, model: Any) -> list[Row]:
+    """Run `function` on this process's share of the indices 0..count-1 and gather the rows of all, in order.
+
+    A model that FSDP has sharded needs every rank in every forward pass: then each rank scores all rows, in step.
+    """
     from accelerate import PartialState
     from accelerate.utils import gather_object
+    from torch.distributed.fsdp import FSDPModule
 
     state = PartialState()
-    if state.num_processes == 1:
+    if state.num_processes == 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
         return function(list(range(count)))
     mine = list(range(state.process_index, count, state.num_processes))
     gathered = gather_object(list(zip(mine, function(mine), strict=True)))

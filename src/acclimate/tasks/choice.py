@@ -173,7 +173,7 @@ class Choice(Task):
                 rows.append(head | describe(probs / probs.sum(), example.names, example.answer))
             return rows
 
-        return sharded(share, len(examples.items))
+        return sharded(share, len(examples.items), model)
 
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
         return classification(self, predictions, seed)

@@ -36,6 +36,7 @@ class Classify(Task):
     auto_class = "AutoModelForSequenceClassification"
     peft_type = "SEQ_CLS"
     columns = ("text", "label")
+    cut = "texts longer than the limit lost their end"
 
     def complete(self, recipe: Recipe, table: Table) -> Recipe:
         labels = recipe.labels if recipe.labels is not None else labels_found(table, recipe, self.name)
@@ -125,7 +126,7 @@ class Classify(Task):
         training = model.training
         model.eval()
         try:
-            return sharded(share, len(examples.items))
+            return sharded(share, len(examples.items), model)
         finally:
             model.train(training)
 

@@ -1,6 +1,6 @@
 """Direct preference optimisation on prompt, chosen, rejected rows, through TRL's DPOTrainer.
 
-With an adapter the reference model is the same model with the adapter off; with full fine-tuning TRL keeps a copy.
+The reference is the model as training found it: TRL keeps a copy of the adapter's start, or of all weights under full fine-tuning.
 A pair counts as correct when the model gives the chosen answer the higher log-probability per token (answers differ in
 length); that needs no reference, so it can be measured before tuning too. margin = log p(chosen) - log p(rejected), in nats.
 """
@@ -16,6 +16,7 @@ from trl import DPOConfig, DPOTrainer
 
 from acclimate.data import Row, Table, require_columns
 from acclimate.metrics import bootstrap_interval
+from acclimate.models import quiet
 from acclimate.recipe import Recipe
 from acclimate.scoring import Item, score
 from acclimate.tasks.base import (
@@ -82,16 +83,17 @@ class DPO(Task):
                 }
             )
 
-        return _DPOTrainer(
-            model=model,
-            args=arguments(recipe, directory, train.lengths, kind=DPOConfig, max_length=None, beta=recipe.dpo_beta),
-            train_dataset=dataset(train),
-            eval_dataset=dataset(evaluation) if recipe.train.eval_every else None,
-            processing_class=tokenizer,
-            recipe=recipe,
-            run_directory=directory,
-            show=show,
-        )
+        with quiet():  # TRL loads its own copy of a fully trained model as the reference
+            return _DPOTrainer(
+                model=model,
+                args=arguments(recipe, directory, train.lengths, kind=DPOConfig, max_length=None, beta=recipe.dpo_beta),
+                train_dataset=dataset(train),
+                eval_dataset=dataset(evaluation) if recipe.train.eval_every else None,
+                processing_class=tokenizer,
+                recipe=recipe,
+                run_directory=directory,
+                show=show,
+            )
 
     def predict(
         self,
@@ -119,7 +121,7 @@ class DPO(Task):
                 )
             return rows
 
-        return sharded(share, len(examples.items))
+        return sharded(share, len(examples.items), model)
 
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
         def mean(values: np.ndarray) -> float:

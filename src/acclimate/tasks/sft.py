@@ -164,7 +164,7 @@ class SFT(Task):
                 )
             return rows
 
-        return sharded(share, len(examples.items))
+        return sharded(share, len(examples.items), model)
 
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
         scores = [row["_score"] for row in predictions]

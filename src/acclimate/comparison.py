@@ -24,7 +24,7 @@ import yaml
 from acclimate import runs
 from acclimate.errors import InputError
 from acclimate.metrics import HIGHER_IS_BETTER, holm, in_words, paired_difference, verdict
-from acclimate.pipeline import free_directory, read_rows, with_sample_defaults
+from acclimate.pipeline import free_directory, located, read_rows, with_sample_defaults
 from acclimate.recipe import Recipe
 from acclimate.show import Silent
 from acclimate.tasks import get_task
@@ -93,6 +93,7 @@ def compare(
         On Ctrl-C; the running cell keeps its state. `resume_comparison(directory)` goes on.
     """
     recipe = with_sample_defaults((recipe or Recipe()).replace(**settings) if settings or recipe is None else recipe)
+    recipe = located(recipe)
     seeds = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     plan = {
         "recipe": recipe.model_dump(),
