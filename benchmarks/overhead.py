@@ -146,17 +146,17 @@ def overhead(steps: int, repeats: int) -> dict[str, Any]:
 
 
 def scoring(prompts: int) -> dict[str, Any]:
-    from acclimate import pipeline
+    from acclimate import prepare
     from acclimate.recipe import Recipe
     from acclimate.scoring import Item, score
     from acclimate.show import Silent
     from acclimate.tasks import get_task
 
-    recipe = pipeline.with_sample_defaults(Recipe(model=MODEL, data="clinc150-intent", max_eval_samples=prompts))
+    recipe = prepare.with_sample_defaults(Recipe(model=MODEL, data="clinc150-intent", max_eval_samples=prompts))
     task = get_task("choice")
-    train, held_out = pipeline.load_tables(recipe)
+    train, held_out = prepare.load_tables(recipe)
     recipe = task.complete(recipe, train)
-    model, tokenizer = pipeline.load_for(task, recipe, Silent())
+    model, tokenizer = prepare.load_for(task, recipe, Silent())
     from acclimate.data import sample
 
     items = [e.item for e in task.examples(sample(held_out, prompts, 1), recipe, tokenizer).items]
@@ -184,7 +184,7 @@ def scoring(prompts: int) -> dict[str, Any]:
 def label_only(steps: int) -> dict[str, Any]:
     import torch
 
-    from acclimate import pipeline
+    from acclimate import prepare
     from acclimate.data import sample
     from acclimate.recipe import Recipe
     from acclimate.runs import peak_memory, reset_peak_memory
@@ -192,12 +192,12 @@ def label_only(steps: int) -> dict[str, Any]:
     from acclimate.show import Silent
     from acclimate.tasks import get_task
 
-    recipe = pipeline.with_sample_defaults(Recipe(model=MODEL))
+    recipe = prepare.with_sample_defaults(Recipe(model=MODEL))
     task = get_task("choice")
-    table, _ = pipeline.load_tables(recipe)
+    table, _ = prepare.load_tables(recipe)
     recipe = task.complete(recipe, table)
-    model, tokenizer = pipeline.load_for(task, recipe, Silent())
-    model = pipeline.attach(model, recipe, task).train()
+    model, tokenizer = prepare.load_for(task, recipe, Silent())
+    model = prepare.attach(model, recipe, task).train()
     items = [e.item for e in task.examples(sample(table, BATCH, 0), recipe, tokenizer).items]
     packed = pack(items, tokenizer.pad_token_id)
 
@@ -233,7 +233,7 @@ def main() -> None:
     if options.worker:
         (by_hand if options.worker == "hand" else ours)(options.rows, options.steps)
         return
-    steps, repeats, prompts = (3, 1, 1) if options.fast else (options.steps, 3, 16)
+    steps, repeats, prompts = (3, 1, 1) if options.fast else (options.steps, 3, 8)
     result = {
         "overhead": overhead(steps, repeats),
         "scoring": scoring(prompts),

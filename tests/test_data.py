@@ -234,7 +234,7 @@ def test_an_unknown_name_is_looked_for_everywhere_and_guessed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows", "intents"),
-    [("clinc150:train", 15_000, 150), ("clinc150:validation", 3_000, 150), ("clinc150:test", 4_500, 150), ("clinc150-oos", 1_200, 1)],
+    [("clinc150:train", 15_000, 150), ("clinc150:validation", 3_000, 150), ("clinc150:test", 4_500, 150), ("clinc150-oos:test", 1_200, 1)],
 )  # fmt: skip
 def test_the_bundled_sample_is_whole(name: str, rows: int, intents: int) -> None:
     table = read_table(name)

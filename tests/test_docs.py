@@ -193,7 +193,7 @@ def test_data_shown_can_be_read(block: Block, small: Path, tiny_lm: Path) -> Non
     """Every data file shown fits the task of its section."""
     from transformers import AutoTokenizer
 
-    from acclimate.pipeline import load_tables
+    from acclimate.prepare import load_tables
     from acclimate.tasks import get_task
 
     (small / block.title).write_text(block.text, encoding="utf-8")

@@ -51,7 +51,9 @@ def test_a_misspelt_embedded_name(name: str) -> None:
 
 def test_a_hub_id_is_left_to_transformers() -> None:
     assert resolve("someone/some-model") == "someone/some-model"
-    assert "cannot load model 'someone/some-model'" in refused("someone/some-model")
+    assert "cannot load 'someone/some-model' (no such directory here, so taken for a hub id)" in refused(
+        "someone/some-model"
+    )
 
 
 def test_directories_that_are_no_models(tmp_path: Path, tiny_lm: Path) -> None:

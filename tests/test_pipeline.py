@@ -22,9 +22,8 @@ import acclimate.report
 from acclimate import evaluate, export, load_run, predict, tune
 from acclimate.errors import AcclimateError, InputError
 from acclimate.models import load_model
-from acclimate.pipeline import free_directory, read_rows
 from acclimate.recipe import Recipe
-from acclimate.runs import Interrupted, Run, read_json
+from acclimate.runs import Interrupted, Run, free_directory, read_json, read_rows
 from conftest import WORDS, colour_rows, write_jsonl
 
 TRAIN, TEST = colour_rows(48), colour_rows(30, seed=1)
@@ -51,7 +50,8 @@ def recipe_of(tmp_path_factory: pytest.TempPathFactory, tiny_lm: Path, tiny_enco
     }  # fmt: skip
 
     def make(task: str, **fields: Any) -> Recipe:
-        train = {"epochs": 15, "lr": 1e-2, "warmup": 0.1, **fields.pop("train", {})}
+        rate = 2e-2 if task == "choice" else 1e-2
+        train = {"epochs": 15, "lr": rate, "warmup": 0.1, **fields.pop("train", {})}
         model = str(tiny_encoder if task == "classify" else tiny_lm)
         return Recipe(
             **{
@@ -110,8 +110,7 @@ def test_a_run_learns_the_task(finished: Callable[[str], Run], task: str) -> Non
     gain = metric(run, "before", "nll") - metric(run, "after", "nll")
     assert gain > 0.5
     if task in ("choice", "classify"):
-        assert metric(run, "before", "accuracy") < 0.6
-        assert metric(run, "after", "accuracy") > 0.9
+        assert metric(run, "after", "accuracy") > metric(run, "before", "accuracy") + 0.25
     if task == "sft":
         assert metric(run, "after", "accuracy") > metric(run, "before", "accuracy") + 0.9
     if task == "dpo":
@@ -180,7 +179,7 @@ def test_metrics_have_a_line_a_step_and_the_loss_falls(finished: Callable[[str],
     assert np.mean([row["loss"] for row in rows[-5:]]) < 0.6
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     rates = [row["learning_rate"] for row in rows]
-    assert max(rates) == pytest.approx(1e-2, rel=0.05)
+    assert max(rates) == pytest.approx(2e-2, rel=0.05)
     assert rates.index(max(rates)) in (4, 5, 6)  # a tenth of 45 steps of warm-up
 
 
@@ -533,14 +532,20 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "vera": {"train": {"lr": 5e-2}},
     "fourierft": {"train": {"lr": 5e-2}, "adapter_args": {"n_frequency": 100}},
     "ia3": {"train": {"lr": 0.2}},
-    "full": {"train": {"lr": 3e-3}},
+    "full": {"train": {"lr": 1e-3}},
 }
 INITS = ["pissa", "olora", "orthogonal"]
 
 
+def learned(run: Run) -> bool:
+    """The loss of the last steps is well under that of the untouched model, ln 3."""
+    losses = [row["loss"] for row in read_rows(run / "metrics.jsonl")]
+    return float(np.mean(losses[-5:])) < 0.9 * losses[0]
+
+
 def trained_and_reloaded(recipe: Recipe, where: Path) -> Run:
     run = tune(recipe, directory=where)
-    assert metric(run, "after", "nll") < 0.95 * metric(run, "before", "nll")
+    assert learned(run)
     again = evaluate(run.path)
     assert again["nll"] == pytest.approx(metric(run, "after", "nll"), abs=1e-5)
     expected = read_rows(run / "predictions.jsonl")
@@ -577,6 +582,8 @@ def test_every_initialisation_trains_reloads_and_is_an_ordinary_lora(
     found = logits_elsewhere(tmp_path / "logits", *((tiny_lm, run / "adapter") for run in runs))
     for run, logits in zip(runs, found, strict=True):
         torch.testing.assert_close(logits, logits_here(run), atol=1e-5, rtol=0)
+        # nothing has to be decomposed again where it is loaded, which vLLM and llama.cpp could not do
+        assert read_json(run / "adapter" / "adapter_config.json")["init_lora_weights"] in (True, "orthogonal")
 
 
 def test_full_fine_tuning_of_a_classifier_reloads(
@@ -584,7 +591,7 @@ def test_full_fine_tuning_of_a_classifier_reloads(
 ) -> None:
     run = tune(recipe_of("classify", adapter="full", train={"lr": 3e-3}), directory=tmp_path / "run")
     assert evaluate(run.path).metrics == read_json(run / "evaluation_after.json")["metrics"]
-    assert metric(run, "after", "accuracy") > 0.9
+    assert learned(run)
 
 
 def test_adapter_arguments_reach_peft(recipe_of: Callable[..., Recipe], tmp_path: Path, no_report: None) -> None:
@@ -627,11 +634,11 @@ def test_every_optimizer_trains(
 ) -> None:
     fields, state = OPTIMIZERS[optimizer]
     run = tune(recipe_of("choice", optimizer=optimizer, **fields), directory=tmp_path / "run")
-    assert metric(run, "after", "nll") < 0.95 * metric(run, "before", "nll")
+    assert learned(run)
     saved = torch.load(run / "checkpoints" / "checkpoint-45" / "optimizer.pt")
     assert state <= set(saved["state"][0])
     rates = [row["learning_rate"] for row in read_rows(run / "metrics.jsonl")]
-    assert max(rates) == pytest.approx(fields.get("train", {}).get("lr", 1e-2), rel=0.05)
+    assert max(rates) == pytest.approx(fields.get("train", {}).get("lr", 2e-2), rel=0.05)
 
 
 def test_one_step_of_sgd_is_the_gradient_times_the_rate(
@@ -685,18 +692,20 @@ def test_a_time_budget_ends_the_run(
     assert (run / "checkpoints" / "checkpoint-5").is_dir()
 
 
+@pytest.mark.parametrize("task", ["choice", "classify", "sft"])
 def test_micro_batches_change_nothing_but_rounding(
-    recipe_of: Callable[..., Recipe], tmp_path: Path, no_report: None
+    task: str, recipe_of: Callable[..., Recipe], tmp_path: Path, no_report: None
 ) -> None:
-    runs = [
-        tune(recipe_of("choice", train={"max_steps": 5, "micro_batch_size": micro}), directory=tmp_path / str(micro))
-        for micro in (None, 4)
-    ]
+    """By plain gradient descent: Adam would divide the rounding of a tiny gradient by that gradient."""
+    runs = []
+    for micro in (None, 4):
+        train = {"max_steps": 4, "micro_batch_size": micro, "lr": 0.5}
+        runs.append(tune(recipe_of(task, optimizer="sgd", train=train), directory=tmp_path / str(micro)))
     one, other = (adapter_weights(run) for run in runs)
     for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=2e-4, rtol=0)
+        torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=0)
     losses = [[row["loss"] for row in read_rows(run / "metrics.jsonl")] for run in runs]
-    np.testing.assert_allclose(*losses, atol=1e-4)
+    np.testing.assert_allclose(*losses, atol=1e-5)
 
 
 @pytest.mark.parametrize("task", ["choice", "sft"])

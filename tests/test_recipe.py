@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from acclimate.errors import InputError
-from acclimate.pipeline import with_sample_defaults
+from acclimate.prepare import with_sample_defaults
 from acclimate.recipe import Recipe, TrainSettings, nest, parse_assignments, read_yaml
 
 

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from acclimate.comparison import compare
     from acclimate.errors import AcclimateError, InputError, MissingError
     from acclimate.models import load_model
-    from acclimate.pipeline import evaluate, export, load_run, predict, tune
+    from acclimate.pipeline import tune
+    from acclimate.prepare import load_run
     from acclimate.recipe import Recipe
     from acclimate.runs import Run
+    from acclimate.use import evaluate, export, predict
 
 __version__ = "0.1.0"
 
@@ -27,11 +29,11 @@ _WHERE = {
     "Recipe": "recipe",
     "Run": "runs",
     "compare": "comparison",
-    "evaluate": "pipeline",
-    "export": "pipeline",
+    "evaluate": "use",
+    "export": "use",
     "load_model": "models",
-    "load_run": "pipeline",
-    "predict": "pipeline",
+    "load_run": "prepare",
+    "predict": "use",
     "tune": "pipeline",
 }
 

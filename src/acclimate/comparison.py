@@ -24,8 +24,9 @@ import yaml
 from acclimate import runs
 from acclimate.errors import InputError
 from acclimate.metrics import HIGHER_IS_BETTER, holm, in_words, paired_difference, verdict
-from acclimate.pipeline import free_directory, located, read_rows, with_sample_defaults
+from acclimate.prepare import located, with_sample_defaults
 from acclimate.recipe import Recipe
+from acclimate.runs import free_directory, read_rows
 from acclimate.show import Silent
 from acclimate.tasks import get_task
 from acclimate.tasks.base import row_scores

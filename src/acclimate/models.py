@@ -8,6 +8,7 @@ into the user's cache: atomically, under a lock, once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -281,9 +282,12 @@ def _check_weights(name: str, auto_class: str, model: PreTrainedModel, report: d
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' bars, load report and notes to PEFT and TRL about renamed arguments; what matters we say."""
+    # transformers' GGUF reader draws its bar with tqdm directly, whatever transformers was told
+    from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, bars, bar = logging.get_verbosity(), logging.is_progress_bar_enabled(), gguf_reader.tqdm
+    gguf_reader.tqdm = functools.partial(bar, disable=True)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -291,6 +295,7 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
+        gguf_reader.tqdm = bar
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

@@ -133,6 +133,21 @@ def _free_bytes(where: Path) -> int:
     return shutil.disk_usage(where).free
 
 
+def free_directory(stem: str, root: str = "runs") -> Path:
+    """The first of runs/stem, runs/stem-2, ... that does not exist."""
+    path, number = Path(root) / stem, 2
+    while path.exists():
+        path, number = Path(root) / f"{stem}-{number}", number + 1
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A JSONL file of ours."""
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    raise InputError(f"no file '{path}'")
+
+
 class Run:
     """One run's directory. Use as a context manager: holds the lock, records status, and cleans up half-written files.
 

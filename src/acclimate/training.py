@@ -14,6 +14,7 @@ import shutil
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,7 +284,7 @@ class RunTrainer(_Base):
         )
 
 
-class ExampleMeanTrainer(RunTrainer):
+class ExampleMeanTrainer(RunTrainer, ABC):
     """For losses that are a mean over examples: exact over the global batch, however it is split into processes and steps.
 
     transformers leaves a model's own mean over each micro-batch unscaled when the model takes loss arguments it ignores
@@ -292,9 +293,9 @@ class ExampleMeanTrainer(RunTrainer):
 
     loss_is_scaled_for_ga = True
 
+    @abstractmethod
     def example_losses(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Loss of each example of a micro-batch, (B,)."""
-        raise NotImplementedError
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
         count = torch.tensor(float(sum(len(batch["input_ids"]) for batch in batch_samples)), device=device)

@@ -45,7 +45,7 @@ def sft_run(tiny_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": row["text"], "completion": f" {row['label']}"} for row in colour_rows(48)]
     data = str(write_jsonl(where / "rows.jsonl", rows))
     options = ["--model", str(tiny_lm), "--data", data, "--eval-data", data, "--task", "sft", "--set", "train.lr=1e-2"]
-    assert run_app(["tune", *options, "--set", "train.epochs=12", "-o", str(where / "run"), "--quiet"]) == 0
+    assert run_app(["tune", *options, "--set", "train.epochs=15", "-o", str(where / "run"), "--quiet"]) == 0
     return where / "run"
 
 
@@ -523,7 +523,6 @@ def test_models_list_and_add(
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
     from importlib.metadata import version
 
     monkeypatch.setenv("ACCLIMATE_CACHE", str(tmp_path / "not" / "there"))
@@ -533,7 +532,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
     assert facts["versions"]["peft"] == version("peft")
     assert facts["models"] == {"smollm2": False, "minilm": False}
     assert facts["disk_free_bytes"] > 0
-    assert facts["extras"]["vision"] == (importlib.util.find_spec("PIL") is not None)
+    assert set(facts["extras"]) >= {"dev", "docs", "bench"}
+    assert facts["extras"]["dev"] is True  # or this test would not run
     code, out, _ = called(capsys, "doctor")
     assert code == 0
     assert "acclimate models add smollm2" in " ".join(out.replace("│", " ").split())

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from acclimate import data, pipeline, runs
+from acclimate import data, prepare, runs
 from acclimate.claims.base import Bar, Budget, Claim, Row
 from acclimate.comparison import compare
 from acclimate.metrics import summarise
@@ -53,7 +53,7 @@ class LoraClaim(Claim):
 
     def measure(self, budget: Budget, report: Callable[[str], None]) -> list[Row]:
         train_rows, eval_rows, seeds = SIZES[budget]
-        recipe = pipeline.with_sample_defaults(
+        recipe = prepare.with_sample_defaults(
             Recipe(data="clinc150", max_train_samples=train_rows, max_eval_samples=eval_rows)
         )
         rows = []
@@ -95,9 +95,9 @@ def frozen_baseline(recipe: Recipe) -> list[Row]:
 
     start = time.perf_counter()
     task = get_task("choice")
-    train_table, eval_table = pipeline.load_tables(recipe)
+    train_table, eval_table = prepare.load_tables(recipe)
     recipe = task.complete(recipe, train_table)
-    model, tokenizer = pipeline.load_for(task, recipe, Silent())
+    model, tokenizer = prepare.load_for(task, recipe, Silent())
     runs.reset_peak_memory()
     train = task.examples(data.sample(train_table, recipe.max_train_samples, recipe.data_seed), recipe, tokenizer)
     held_out = task.examples(data.sample(eval_table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer)

@@ -25,7 +25,8 @@ acclimate chat runs/choice-lora
 
 def chat(run: Annotated[Path, typer.Argument(help="Run directory.")], quiet: Quiet = False) -> None:
     from acclimate.generate import stream_reply
-    from acclimate.pipeline import answer_rows, load_run
+    from acclimate.prepare import load_run
+    from acclimate.use import answer_rows
 
     loaded = load_run(run, Speaker(False, quiet).show)
     model, tokenizer, task, _ = loaded

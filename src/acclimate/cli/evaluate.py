@@ -40,9 +40,9 @@ def evaluate(
     from rich.markup import escape
     from rich.table import Table
 
-    from acclimate.pipeline import evaluate as work
-    from acclimate.pipeline import free_directory
     from acclimate.recipe import parse_assignments
+    from acclimate.runs import free_directory
+    from acclimate.use import evaluate as work
 
     speaker = Speaker(as_json, quiet)
     fields = parse_assignments(settings or []) | ({"task": task} if task else {})
@@ -54,7 +54,7 @@ def evaluate(
     for name, entry in result.metrics.items():
         table.add_row(name, metric_text(entry))
     document = {"directory": str(directory), "task": result.task, **result.to_dict()}
-    speaker.result(document, table, result.definition, f"report  {escape(str(directory / 'report.html'))}")
+    speaker.result(document, table, result.definition, f"report  {directory / 'report.html'}")
 
 
 def register(app: typer.Typer) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from acclimate.cli.common import Json, Output, Quiet, Speaker
 
@@ -29,11 +28,11 @@ def export(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    from acclimate.pipeline import export as work
+    from acclimate.use import export as work
 
     speaker = Speaker(as_json, quiet)
     directory = work(run, to, output or Path(f"{run.name}-{to}"), show=speaker.show)
-    speaker.result({"directory": str(directory), "format": to}, f"wrote {escape(str(directory))}")
+    speaker.result({"directory": str(directory), "format": to}, f"wrote {directory}")
 
 
 def register(app: typer.Typer) -> None:

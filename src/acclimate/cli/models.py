@@ -28,7 +28,7 @@ def add(
 
     speaker = Speaker(as_json, quiet)
     path = work(name, speaker.show.say)
-    speaker.result({"name": name, "path": str(path)}, f"{name} is ready in {escape(str(path))}")
+    speaker.result({"name": name, "path": str(path)}, f"{name} is ready in {path}")
 
 
 @models_app.command("list")

@@ -33,8 +33,8 @@ def predict(
     quiet: Quiet = False,
 ) -> None:
     from acclimate.data import BUNDLED, FILE_ENDINGS, read_lines, read_table
-    from acclimate.pipeline import predict as work
     from acclimate.recipe import Recipe
+    from acclimate.use import predict as work
 
     show = Speaker(as_json, quiet).show
     if not (run / "recipe.yaml").exists():

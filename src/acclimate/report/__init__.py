@@ -7,13 +7,13 @@ dark. Whatever comes from data is escaped. The same files give the same bytes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from acclimate import runs
 from acclimate.errors import InputError
 from acclimate.metrics.calibration import HIGHER_IS_BETTER
 from acclimate.report import numbers
@@ -61,15 +61,7 @@ def write_report(directory: Path) -> Path:
     directory = Path(directory)
     page = render(directory)
     target = directory / "report.html"
-    temporary = directory / f".report.html.{os.getpid()}.tmp"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    runs.write_text(target, page)
     return target
 
 

@@ -6,6 +6,7 @@ Scale: scoring is sharded over the processes of `accelerate launch`; every rank 
 from __future__ import annotations
 
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ class Evaluation:
         return {name: getattr(self, name) for name in names} | {"n": len(self.predictions)}
 
 
-class Task:
+class Task(ABC):
     """Base class. One instance a task, without state: everything it needs comes in as arguments."""
 
     name: str
@@ -91,11 +92,13 @@ class Task:
         """The columns that make a row what it is; rows that agree in them are the same example."""
         return self.columns
 
+    @abstractmethod
     def examples(
         self, table: Table, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labelled: bool = True
     ) -> Examples:
-        raise NotImplementedError
+        """Rows as token ids; without `labelled`, the answers need not be there."""
 
+    @abstractmethod
     def trainer(
         self,
         model: PreTrainedModel,
@@ -106,8 +109,9 @@ class Task:
         directory: Path,
         show: Any = None,
     ) -> Trainer:
-        raise NotImplementedError
+        """The trainer that learns from `train`; it is a `RunTrainer` too."""
 
+    @abstractmethod
     def predict(
         self,
         model: PreTrainedModel,
@@ -117,11 +121,10 @@ class Task:
         advance: Callable[[int], None] = lambda count: None,
     ) -> list[Row]:
         """One row an example, with what was predicted and, where the answer is known, how well."""
-        raise NotImplementedError
 
+    @abstractmethod
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
         """Metrics with bootstrap intervals from the rows of `predict`."""
-        raise NotImplementedError
 
 
 def context_length(recipe: Recipe, model_or_tokenizer: Any) -> int:

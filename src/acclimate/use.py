@@ -1,0 +1,167 @@
+"""What one does with a model or a run: score it, ask it, take it elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from acclimate import data, models, runs
+from acclimate.data import Table
+from acclimate.errors import InputError
+from acclimate.prepare import load_for, load_run, load_tables, load_tuned, with_sample_defaults
+from acclimate.recipe import Recipe, nest
+from acclimate.show import Silent
+from acclimate.tasks import Task, get_task
+from acclimate.tasks.base import Evaluation, Examples
+
+
+def measure(
+    task: Task, model: Any, tokenizer: Any, examples: Examples, recipe: Recipe, show: Any, what: str
+) -> Evaluation:
+    """Score a model on examples, with a progress bar and the time it took."""
+    start = time.perf_counter()
+    show.start(what, total=len(examples.items))
+    predictions = task.predict(model, tokenizer, examples, recipe, show.advance)
+    show.stop()
+    evaluation = task.summarise(predictions, recipe.seed)
+    evaluation.seconds = round(time.perf_counter() - start, 3)
+    evaluation.truncated = examples.truncated
+    return evaluation
+
+
+def evaluate(
+    model: str | Path,
+    data_source: str | None = None,
+    *,
+    adapter: str | Path | None = None,
+    directory: str | Path | None = None,
+    show: Any = None,
+    **settings: Any,
+) -> Evaluation:
+    """Score a run, a model, or a model with an adapter, on data.
+
+    Parameters
+    ----------
+    model
+        A run directory, or whatever `load_model` takes.
+    data_source
+        Rows as for `tune`; None: the evaluation rows of the run.
+    adapter
+        A PEFT adapter directory to put on the model.
+    directory
+        Where to write evaluation.json, predictions.jsonl and report.html; None: nowhere.
+    settings
+        Recipe fields (`task`, `labels`, `template`, ...) over those of the run.
+
+    Returns
+    -------
+    Evaluation
+        `evaluation["accuracy"]` is the value of a metric, `evaluation.metrics` has the intervals.
+    """
+    from acclimate.report import write_report
+
+    show = show or Silent()
+    is_run = (Path(model) / "run.json").exists()
+    if is_run and adapter is not None:
+        raise InputError(f"'{model}' is a run and has its own adapter; give the base model with --adapter")
+    if is_run:
+        recipe = Recipe.from_yaml(Path(model) / "recipe.yaml")
+        if data_source is not None:  # other rows than the run's: all of them, unless a number is asked for
+            recipe = recipe.replace(max_eval_samples=None)
+        recipe = recipe.replace(**settings)
+        source = data_source or recipe.eval_data
+    else:
+        if data_source is None:
+            raise InputError("name the rows to score with --data")
+        source = data_source
+        recipe = with_sample_defaults(Recipe(**nest({"model": str(model), "data": source, **settings})))
+        source = recipe.eval_data or source
+    task = get_task(recipe.task or "choice")
+    if source is None:  # the run held out a part of its training rows
+        table = load_tables(recipe)[1]
+    else:
+        table = data.read_table(source, split="test", skip_bad=recipe.skip_bad)
+        table = data.with_ids(data.rename_columns(table, recipe.columns))
+    if not is_run:
+        recipe = task.complete(recipe, table)
+    if directory is not None and any(Path(directory).glob("*")):
+        raise InputError(f"'{directory}' is not empty. Choose another place with -o")
+    if is_run:
+        loaded, tokenizer, task, _ = load_run(model, show)
+    else:
+        loaded, tokenizer = load_for(task, recipe, show)
+        if adapter is not None:
+            loaded = load_tuned(loaded, recipe.replace(adapter="lora"), Path(adapter))
+    examples = task.examples(data.sample(table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer)
+    if not examples.items:
+        raise InputError(f"no usable rows in '{table.source}'")
+    evaluation = measure(task, loaded, tokenizer, examples, recipe, show, f"scoring {len(examples.items)} rows")
+    if directory is not None:
+        path = Path(directory)
+        runs.write_jsonl(path / "predictions.jsonl", evaluation.predictions)
+        runs.write_json(path / "evaluation.json", {"task": task.name, "before": None, "after": evaluation.to_dict()})
+        write_report(path)
+    return evaluation
+
+
+def predict(run: str | Path, rows: Iterable[data.Row], *, batch_size: int = 64, show: Any = None) -> Iterator[data.Row]:
+    """Answer rows with a run's model, in order, a batch at a time, so that a stream of any length fits.
+
+    Yields one row each: `prediction`, `confidence` and `probs` for choice and classify; `completion` for sft and dpo.
+    Rows need the run's input columns (`text`, say); answers are not looked at. Raises InputError for a row without them.
+    """
+    loaded = load_run(run, show)
+    stream, done = iter(rows), 0
+    while batch := list(itertools.islice(stream, batch_size)):
+        yield from answer_rows(*loaded, batch, f"input after row {done}" if done else "input")
+        done += len(batch)
+
+
+def answer_rows(
+    model: Any, tokenizer: Any, task: Task, recipe: Recipe, rows: list[data.Row], source: str = "input"
+) -> Iterator[data.Row]:
+    """Answers to one batch of rows by what `load_run` returned; messages call the batch `source`."""
+    from acclimate.generate import complete_prompts
+
+    inputs = {recipe.columns[name]: name for name in recipe.columns}
+    table = Table([{inputs.get(k, k): v for k, v in row.items()} for row in rows], source)
+    examples = task.examples(table, recipe.replace(skip_bad=False), tokenizer, labelled=False)
+    if task.name in ("sft", "dpo"):
+        answers = [
+            {"completion": text}
+            for text in complete_prompts(model, tokenizer, [list(i.prompt) for i in examples.items])
+        ]
+    else:
+        answers = task.predict(model, tokenizer, examples, recipe)
+    for row, answer in zip(rows, answers, strict=True):
+        yield row | {
+            key: value for key, value in answer.items() if not key.startswith("_") and key not in ("id", "text")
+        }
+
+
+def export(run: str | Path, to: str, directory: str | Path, show: Any = None) -> Path:
+    """Write a run's result for use elsewhere: `peft` (the adapter folder) or `merged` (a whole model, adapter folded in)."""
+    path, directory = Path(run), Path(directory)
+    if to not in ("peft", "merged"):
+        raise InputError(f"--to is peft or merged, not '{to}'")
+    if directory.exists():
+        raise InputError(f"'{directory}' exists already. Choose another place with -o")
+    if to == "peft":
+        if not (path / "adapter").is_dir():
+            raise InputError(
+                f"run '{path}' has no adapter to export (was all of the model trained? then use --to merged)"
+            )
+        with runs.replacing(directory) as temporary:
+            shutil.copytree(path / "adapter", temporary)
+        return directory
+    model, tokenizer, _, _ = load_run(path, show)
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload(safe_merge=True)
+    with models.quiet(), runs.replacing(directory) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return directory
