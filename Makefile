@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One worker a core; each test process then computes with one thread
 WORKERS ?= auto
 
-.PHONY: help demo test lint unit wheel docs claims-table clean
+.PHONY: help demo test lint models unit wheel docs claims-table clean
 
 help:
 	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about three minutes)"
@@ -27,7 +27,7 @@ demo: $(VENV)/.installed
 	$(BIN)/acclimate models add smollm2
 	$(BIN)/acclimate tune --output runs/demo --overwrite
 
-test: lint unit wheel
+test: lint wheel unit
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -35,12 +35,14 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/python -m acclimate.claims.table --write docs/claims.md --evidence evidence --check
 
-unit: $(VENV)/.installed
+models: $(VENV)/.installed
 	$(BIN)/acclimate models add smollm2 --quiet
 	$(BIN)/acclimate models add minilm --quiet
+
+unit: models
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term
 
-wheel: $(VENV)/.installed
+wheel: models
 	$(BIN)/python scripts/check_wheel.py
 
 docs: $(VENV)/.installed

@@ -95,7 +95,10 @@ def ours(rows_file: str, steps: int) -> None:
 
     training._Watch.on_step_end = on_step_end  # type: ignore[method-assign]
     train = {"max_steps": steps, "batch_size": BATCH, "lr": LR, "save_every": 10_000}
-    recipe = Recipe(model=MODEL, data=rows_file, task="classify", max_eval_samples=8, train=train, device="cpu")
+    # the same file for evaluation, so that training sees the same rows as by hand, in the same order
+    recipe = Recipe(
+        model=MODEL, data=rows_file, eval_data=rows_file, task="classify", max_eval_samples=8, train=train, device="cpu"
+    )
     with tempfile.TemporaryDirectory() as output:
         info = tune(recipe, directory=Path(output) / "run").info
     print(
@@ -109,14 +112,19 @@ def ours(rows_file: str, steps: int) -> None:
     )
 
 
-def timed(which: str, rows_file: str, steps: int) -> dict[str, float]:
-    start = time.time()
+def worker(which: str, rows_file: str, steps: int) -> dict[str, float]:
+    """What this script prints when it is started afresh for one measurement."""
     command = [sys.executable, __file__, "--worker", which, "--rows", rows_file, "--steps", str(steps)]
     env = dict(os.environ, HF_HUB_OFFLINE="1")
     result = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if result.returncode != 0:
         sys.exit(result.stderr)
-    found = json.loads(result.stdout.strip().splitlines()[-1])
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def timed(which: str, rows_file: str, steps: int) -> dict[str, float]:
+    start = time.time()
+    found = worker(which, rows_file, steps)
     return {"step": found["step"], "peak": found["peak"], "startup": found["first"] - start}
 
 
@@ -181,7 +189,8 @@ def scoring(prompts: int) -> dict[str, Any]:
 # --- 3. logits only where there are labels ---
 
 
-def label_only(steps: int) -> dict[str, Any]:
+def label_step(which: str, steps: int) -> None:
+    """Forward and backward on one batch with the logits that `which` asks for. Prints seconds and growth of memory."""
     import torch
 
     from acclimate import prepare
@@ -201,43 +210,53 @@ def label_only(steps: int) -> dict[str, Any]:
     items = [e.item for e in task.examples(sample(table, BATCH, 0), recipe, tokenizer).items]
     packed = pack(items, tokenizer.pad_token_id)
 
-    def at_labels() -> torch.Tensor:
-        return -edge_logprobs(scored_logits(model, packed), packed).mean()
-
-    def everywhere() -> torch.Tensor:
+    def loss() -> torch.Tensor:
+        if which == "at_labels":
+            return -edge_logprobs(scored_logits(model, packed), packed).mean()
         logits = model(**{key: packed[key] for key in MODEL_KEYS}, use_cache=False).logits
         return -edge_logprobs(logits[:, -packed["logits_to_keep"] :], packed).mean()
 
-    found: dict[str, Any] = {}
-    for name, loss in (("at_labels", at_labels), ("everywhere", everywhere)):
+    for parameter in model.parameters():
+        parameter.data.sum()  # the file is memory-mapped: touch every weight before memory is measured
+    reset_peak_memory()
+    before, times = peak_memory(), []
+    for _ in range(steps + 1):
+        start = time.perf_counter()
         loss().backward()
-        reset_peak_memory()
-        before, times = peak_memory(), []
-        for _ in range(steps):
-            start = time.perf_counter()
-            loss().backward()
-            times.append(time.perf_counter() - start)
-        found[name] = {"seconds": statistics.median(times), "peak_growth": peak_memory() - before}
-    found["time_ratio"] = found["at_labels"]["seconds"] / found["everywhere"]["seconds"]
-    return found
+        times.append(time.perf_counter() - start)
+    print(json.dumps({"seconds": statistics.median(times[1:]), "peak_growth": peak_memory() - before}))
+
+
+def label_only(steps: int, repeats: int) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {"at_labels": [], "everywhere": []}
+    for _ in range(repeats):
+        for which, results in found.items():
+            results.append(worker(which, "", steps))
+            print(f"  {which}: {results[-1]}", file=sys.stderr)
+    middle = {w: {k: statistics.median(r[k] for r in rs) for k in rs[0]} for w, rs in found.items()}
+    ratios = {k: middle["at_labels"][k] / middle["everywhere"][k] for k in ("seconds", "peak_growth")}
+    return {**middle, "time_ratio": ratios["seconds"], "memory_growth_ratio": ratios["peak_growth"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="a few steps, to see that it runs")
-    parser.add_argument("--worker", choices=["hand", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=["hand", "ours", "at_labels", "everywhere"], help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--output", type=Path, help="write the numbers there as JSON")
     options = parser.parse_args()
     if options.worker:
-        (by_hand if options.worker == "hand" else ours)(options.rows, options.steps)
+        if options.worker in ("hand", "ours"):
+            (by_hand if options.worker == "hand" else ours)(options.rows, options.steps)
+        else:
+            label_step(options.worker, options.steps)
         return
     steps, repeats, prompts = (3, 1, 1) if options.fast else (options.steps, 3, 8)
     result = {
         "overhead": overhead(steps, repeats),
         "scoring": scoring(prompts),
-        "label_only": label_only(min(steps, 8)),
+        "label_only": label_only(min(steps, 8), repeats),
     }
     text = json.dumps(result, indent=2)
     if options.output:

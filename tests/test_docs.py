@@ -207,11 +207,11 @@ def test_data_shown_can_be_read(block: Block, small: Path, tiny_lm: Path) -> Non
     assert len(examples.items) == len(table.rows) == len(block.text.strip().split("\n")) - (block.language == "csv")
 
 
-@pytest.mark.parametrize("name", ["acclimate.recipe", "acclimate.comparison"])
-def test_doctests(name: str) -> None:
-    # `acclimate.comparison` the attribute is the function; the module is wanted
-    importlib.import_module(name)
-    result = doctest.testmod(sys.modules[name])
+@pytest.mark.embedded
+@pytest.mark.parametrize("name", ["recipe", "comparison", "pipeline", "use", "models"])
+def test_doctests(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what the examples write goes there
+    result = doctest.testmod(importlib.import_module(f"acclimate.{name}"))
     assert result.attempted > 0
     assert result.failed == 0
 

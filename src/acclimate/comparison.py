@@ -73,6 +73,10 @@ def compare(
 ) -> Comparison:
     """Run every combination of `vary` with every seed, and compare them with each other and the untouched model.
 
+    >>> result = compare(vary={"adapter": ["lora"]}, seeds=1, budget="steps=1", max_eval_samples=8)
+    >>> [cell["name"] for cell in result.document["cells"]]
+    ['adapter=lora']
+
     Parameters
     ----------
     recipe, settings

@@ -205,6 +205,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load (model, tokenizer) by embedded name, directory, GGUF file or hub id.
 
+    >>> model, tokenizer = load_model("smollm2")
+    >>> model.num_parameters()
+    134515008
+
     Parameters
     ----------
     auto_class

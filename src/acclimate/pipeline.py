@@ -32,6 +32,10 @@ def tune(
 ) -> Run:
     """Adapt a model to data, measure it before and after, and write a run directory with a report.
 
+    >>> run = tune(max_eval_samples=8, train={"max_steps": 2, "batch_size": 4}, directory="runs/example")
+    >>> run.info["status"], (run / "report.html").exists()
+    ('done', True)
+
     Parameters
     ----------
     recipe
@@ -62,7 +66,7 @@ def tune(
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 
-    from acclimate.training import pick_device
+    from acclimate.arguments import pick_device
 
     show = show or Silent()
     recipe = (recipe or Recipe()).replace(**settings) if settings or recipe is None else recipe
@@ -225,7 +229,7 @@ def _check_training(model: Any, task: Task, recipe: Recipe, path: Path, train: E
     """Find out now what would fail only after the untouched model has been scored: adapter and training settings."""
     import torch
 
-    from acclimate.training import arguments
+    from acclimate.arguments import arguments
 
     arguments(recipe, path, train.lengths)
     with torch.device("meta"):  # the architecture without its weights

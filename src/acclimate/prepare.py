@@ -57,7 +57,7 @@ def load_for(task: Task, recipe: Recipe, show: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a recipe, on its device."""
     from accelerate import PartialState
 
-    from acclimate.training import pick_device
+    from acclimate.arguments import pick_device
 
     device = pick_device(recipe.device)
     model, tokenizer = models.load_model(

@@ -44,6 +44,10 @@ def evaluate(
 ) -> Evaluation:
     """Score a run, a model, or a model with an adapter, on data.
 
+    >>> evaluation = evaluate("smollm2", "clinc150", max_eval_samples=8)
+    >>> len(evaluation.predictions), 0 <= evaluation["accuracy"] <= 1
+    (8, True)
+
     Parameters
     ----------
     model

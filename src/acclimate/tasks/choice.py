@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from transformers import Trainer
 
+from acclimate.arguments import arguments
 from acclimate.data import Row, Table, require_columns
 from acclimate.errors import InputError
 from acclimate.recipe import Recipe
@@ -37,7 +38,7 @@ from acclimate.tasks.base import (
     placeholders,
     sharded,
 )
-from acclimate.training import ExampleMeanTrainer, arguments
+from acclimate.training import ExampleMeanTrainer
 
 DEFAULT_TEMPLATE = "{text}\nAnswer:"
 MULTIPLE_CHOICE_TEMPLATE = "Question: {prompt}\nAnswer:"

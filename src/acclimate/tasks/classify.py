@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithPadding, Trainer
 
+from acclimate.arguments import arguments
 from acclimate.data import Row, Table, require_columns
 from acclimate.errors import InputError
 from acclimate.recipe import Recipe
@@ -28,7 +29,7 @@ from acclimate.tasks.base import (
     labels_found,
     sharded,
 )
-from acclimate.training import ExampleMeanTrainer, arguments
+from acclimate.training import ExampleMeanTrainer
 
 
 class Classify(Task):

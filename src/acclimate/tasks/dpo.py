@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from trl import DPOConfig, DPOTrainer
 
+from acclimate.arguments import arguments
 from acclimate.data import Row, Table, require_columns
 from acclimate.metrics import bootstrap_interval
 from acclimate.models import quiet
@@ -31,7 +32,7 @@ from acclimate.tasks.base import (
     tokenise_prompt,
 )
 from acclimate.tasks.sft import as_text
-from acclimate.training import RunTrainer, arguments
+from acclimate.training import RunTrainer
 
 DEFINITION = (
     "accuracy: share of pairs in which the model gives the chosen answer the higher log-probability per token; margin: "

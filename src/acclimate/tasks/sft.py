@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from trl import SFTConfig, SFTTrainer
 
+from acclimate.arguments import arguments
 from acclimate.data import Row, Table, require_columns
 from acclimate.errors import InputError
 from acclimate.metrics import adaptive_ece_of, bootstrap_interval, ece_of, reliability_bins
@@ -31,7 +32,7 @@ from acclimate.tasks.base import (
     tokenise_pair,
     tokenise_prompt,
 )
-from acclimate.training import RunTrainer, arguments
+from acclimate.training import RunTrainer
 
 DEFINITION = (
     "Over the completion's tokens, end token included: nll is the mean of -ln p(token); accuracy the share of tokens that are "

@@ -1,0 +1,39 @@
+"""The benchmark runs at its smallest size, and what is exact in it is exact. Its times are for people, not for asserts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.embedded
+def test_overhead_runs(tmp_path: Path) -> None:
+    output = tmp_path / "overhead.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), "--fast", "--output", str(output)]
+    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
+    result = json.loads(output.read_text())
+    assert result["overhead"].keys() >= {"step_time_ratio", "peak_memory_ratio", "startup_difference_seconds"}
+    assert result["scoring"]["choices"] == 150
+    assert result["scoring"]["largest_difference"] < 1e-4
+    assert result["label_only"]["memory_growth_ratio"] < 1
+
+
+def test_the_committed_numbers_are_those_the_docs_show() -> None:
+    result = json.loads((ROOT / "benchmarks" / "overhead.json").read_text())
+    text = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")
+    shown = (
+        result["overhead"]["step_time_ratio"],
+        result["overhead"]["peak_memory_ratio"],
+        result["label_only"]["time_ratio"],
+        result["label_only"]["memory_growth_ratio"],
+    )
+    for number in shown:
+        assert f"{number:.2f}" in text
+    assert f"{result['scoring']['throughput_ratio']:.0f} times" in text
