@@ -170,10 +170,11 @@ def _cells(plan: Mapping[str, Any]) -> dict[str, Recipe]:
         except ValueError:
             raise InputError(f"budget '{plan['budget']}': '{amount}' is not a number") from None
     base = Recipe(**plan["recipe"])
+    named = [key for key in vary if len(vary[key]) > 1] or list(vary)  # what all cells share names none of them
     cells = {}
     for values in itertools.product(*vary.values()):
         chosen = dict(zip(vary, values, strict=True))
-        name = ", ".join(f"{key}={value}" for key, value in chosen.items())
+        name = ", ".join(f"{key}={chosen[key]}" for key in named)
         cells[name] = base.replace(**{**chosen, **limit})
     return cells
 

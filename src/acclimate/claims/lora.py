@@ -3,8 +3,8 @@
 The pattern for every other claim: real data (the bundled CLINC150 sample, 10 domains), real peers in the same run (full
 fine-tuning; a logistic regression on the frozen model's mean-pooled last hidden states), several seeds, bars in code.
 
-Learning rates were chosen once per system on other rows (data_seed 1, 480 rows, three values each): LoRA 5e-4, 1e-3, 2e-3;
-full 3e-5, 1e-4, 3e-4.
+Learning rates were chosen beforehand, on other rows (data_seed 1, 480 to train on, 300 to score, seed 0), from four values each.
+Accuracy of LoRA at 5e-4, 1e-3, 2e-3, 4e-3: .493 .577 .753 .777; of full fine-tuning at 3e-5, 1e-4, 3e-4, 6e-4: .583 .747 .857 .773.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES: dict[str, tuple[int, int, list[int]]] = {
     "full": (3000, 2000, [0, 1, 2, 3, 4]),
 }
 METRICS = ("accuracy", "nll", "ece")
-LEARNING_RATE = {"lora": 1e-3, "full": 1e-4}
+LEARNING_RATE = {"lora": 4e-3, "full": 3e-4}
 
 
 class LoraClaim(Claim):

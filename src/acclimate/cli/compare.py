@@ -43,6 +43,7 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from acclimate.comparison import compare as work
@@ -62,20 +63,18 @@ def compare(
         title=f"examples: {document['n_examples']}, seeds: {len(document['seeds'])}, budget: {document['budget']}",
         title_justify="left",
     )
-    for column in ("", document["metric"], "nll", "trainable", "peak memory", "s / step", "file"):
+    table.add_column("", min_width=20, overflow="fold")
+    for column in (document["metric"], "trainable", "memory", "s / step", "file"):
         table.add_column(column, overflow="fold")
     base = document["base"]
-    table.add_row(
-        "base", metric_text(base["metrics"][document["metric"]]), metric_text(base["metrics"]["nll"]), "0", "", "", ""
-    )
+    table.add_row("base", metric_text(base["metrics"][document["metric"]]), "0", "", "", "")
     for cell in document["cells"]:
-        if cell["error"]:
-            table.add_row(cell["name"], f"failed: {cell['error']}", "", "", "", "", "")
+        if not cell["metrics"]:
+            table.add_row(escape(cell["name"]), "failed", "", "", "", "")
             continue
         table.add_row(
-            cell["name"],
+            escape(cell["name"]),
             metric_text(cell["metrics"][document["metric"]]),
-            metric_text(cell["metrics"]["nll"]),
             f"{cell['trainable']:,}",
             bytes_text(cell["peak_memory_bytes"]),
             f"{cell['seconds_per_step']:.2f}",
