@@ -11,7 +11,7 @@ WORKERS ?= auto
 .PHONY: help demo test lint models unit wheel docs claims-table clean
 
 help:
-	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about three minutes)"
+	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about two minutes after installation)"
 	@echo "make test          lint, types, tests, examples, and the built wheel: what CI runs"
 	@echo "make docs          build the documentation into site/"
 	@echo "make claims-table  write docs/claims.md from evidence/"

@@ -28,10 +28,34 @@ def main() -> None:
         folder = Path(name)
         python, env = sys.executable, dict(os.environ)
         # the build backend is in the environment already, so that this works offline
-        run(python, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT), cwd=folder, env=env)
+        run(
+            python,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(folder / "dist"),
+            str(ROOT),
+            cwd=folder,
+            env=env,
+        )
         (wheel,) = (folder / "dist").glob("*.whl")
         target = folder / "site"
-        run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=folder, env=env)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(target),
+            str(wheel),
+            cwd=folder,
+            env=env,
+        )
         env |= {"PYTHONPATH": str(target), "HF_HUB_OFFLINE": "1"}
         where = run(python, "-c", "import acclimate; print(acclimate.__file__)", cwd=folder, env=env).strip()
         if not where.startswith(str(target)):
@@ -42,7 +66,16 @@ def main() -> None:
         methods = json.loads(run(*acclimate, "methods", "--json", cwd=folder, env=env))
         if len(methods) < 38:
             sys.exit(f"acclimate methods lists {len(methods)} methods")
-        small = ("--set", "train.max_steps=2", "--set", "train.batch_size=4", "--set", "max_eval_samples=8", "-o", "run")
+        small = (
+            "--set",
+            "train.max_steps=2",
+            "--set",
+            "train.batch_size=4",
+            "--set",
+            "max_eval_samples=8",
+            "-o",
+            "run",
+        )
         result = json.loads(run(*acclimate, "tune", "--json", *small, cwd=folder, env=env))
         if result["info"]["status"] != "done" or not (folder / "run" / "report.html").exists():
             sys.exit("the tiny run did not finish")
