@@ -5,13 +5,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# One worker a core; each test process then computes with one thread
-WORKERS ?= auto
+# One worker a logical core ("auto" would count physical ones); each computes with one thread
+WORKERS ?= logical
 
 .PHONY: help demo test lint models unit wheel docs claims-table clean
 
 help:
-	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about two minutes after installation)"
+	@echo "make demo          tune the embedded model on the bundled sample and show what changed (about two minutes, once installed)"
 	@echo "make test          lint, types, tests, examples, and the built wheel: what CI runs"
 	@echo "make docs          build the documentation into site/"
 	@echo "make claims-table  write docs/claims.md from evidence/"
