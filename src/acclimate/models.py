@@ -194,6 +194,19 @@ def resolve(name: str, say: Callable[[str], None] = lambda text: None) -> str:
     return name
 
 
+def trained_labels(name: str) -> list[str]:
+    """Label names of a model's own classification head, in its order; empty where it has none or cannot be asked."""
+    from transformers import AutoConfig
+
+    if name in EMBEDDED or name.endswith(".gguf"):
+        return []
+    try:
+        names = AutoConfig.from_pretrained(str(Path(name).expanduser())).id2label
+    except (OSError, ValueError, KeyError):  # loading the model will say what is wrong with it
+        return []
+    return [names[index] for index in sorted(names)]
+
+
 def load_model(
     name: str,
     *,

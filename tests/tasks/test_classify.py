@@ -101,3 +101,20 @@ def test_the_first_loss_is_the_cross_entropy_of_the_untouched_model(tiny_lm: Pat
     trainer.resume()
     logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["loss"]
     assert logged == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_trained_head_keeps_its_own_order(tiny_encoder: Path, tmp_path: Path) -> None:
+    """The data's labels, sorted, are blue, green, red; the model was trained with another order."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    order = ["red", "blue", "green"]
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_encoder, num_labels=3, id2label=dict(enumerate(order)), label2id={name: i for i, name in enumerate(order)}
+    )
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_encoder).save_pretrained(tmp_path)
+    table = Table([{"text": "the sky", "label": name} for name in WORDS], "rows")
+    recipe = Recipe(task="classify", model=str(tmp_path))
+    assert TASK.complete(recipe, table).labels == order
+    # other labels than the head's need a new head, whose order is free
+    assert TASK.complete(recipe.replace(labels=["red", "blue"]), table).labels == ["red", "blue"]

@@ -17,6 +17,7 @@ from transformers import DataCollatorWithPadding, Trainer
 from acclimate.arguments import arguments
 from acclimate.data import Row, Table, require_columns
 from acclimate.errors import InputError
+from acclimate.models import trained_labels
 from acclimate.recipe import Recipe
 from acclimate.tasks.base import (
     Evaluation,
@@ -40,10 +41,13 @@ class Classify(Task):
     cut = "texts longer than the limit lost their end"
 
     def complete(self, recipe: Recipe, table: Table) -> Recipe:
-        labels = recipe.labels if recipe.labels is not None else labels_found(table, recipe, self.name)
+        labels = list(recipe.labels if recipe.labels is not None else labels_found(table, recipe, self.name))
+        own = trained_labels(recipe.model)
+        if set(own) == set(labels):
+            labels = own  # a head that was trained on these labels keeps their order, or its answers would be mixed up
         if len(labels) < 2:
-            raise InputError(f"classification needs at least two labels; found {list(labels)} in '{table.source}'")
-        return recipe.replace(labels=list(labels))
+            raise InputError(f"classification needs at least two labels; found {labels} in '{table.source}'")
+        return recipe.replace(labels=labels)
 
     def model_options(self, recipe: Recipe) -> dict[str, Any]:
         names = list(recipe.labels or [])
