@@ -24,8 +24,8 @@ def test_fast_bench_measures_every_system(tmp_path: Path) -> None:
     assert by_key["full", "accuracy"]["parameters"] == 134_515_008
     assert 0 < by_key["lora", "accuracy"]["peak_memory_bytes"] < by_key["full", "accuracy"]["peak_memory_bytes"]
     assert len(evidence["reasons"]) == len(CLAIM.bars)
-    # the only step is the first of the warm-up, whose learning rate is zero: both score like the untouched model
-    assert by_key["lora", "nll"]["mean"] == pytest.approx(by_key["full", "nll"]["mean"], rel=1e-4)
+    # one step at each system's own rate: the two have left the untouched model in different directions
+    assert by_key["lora", "nll"]["mean"] != pytest.approx(by_key["full", "nll"]["mean"], rel=1e-3)
 
 
 def test_features_are_the_mean_over_real_tokens(tiny_lm: Path) -> None:
