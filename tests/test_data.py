@@ -229,7 +229,7 @@ def test_an_unknown_name_is_looked_for_everywhere_and_guessed() -> None:
     assert "Did you mean 'clinc150'?" in message
 
 
-# --- the bundled sample ---
+# --- the bundled samples ---
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,31 @@ def test_the_samples_splits_do_not_overlap() -> None:
     assert shared / len(test.rows) < 0.01
 
 
-def test_the_sample_ships_its_licence_and_stays_small() -> None:
-    where = importlib.resources.files("acclimate") / "samples" / "clinc150"
-    licence = (where / "LICENSE.md").read_text(encoding="utf-8")
-    assert "CC BY 3.0" in licence
-    assert "Larson" in licence
+def test_sentiment3_is_balanced_and_its_splits_are_apart() -> None:
+    tables = {split: read_table("sentiment3", split=split) for split in ("train", "test")}
+    assert {split: len(table.rows) for split, table in tables.items()} == {"train": 2_000, "test": 1_000}
+    cells = Counter((row["source"], row["label"]) for table in tables.values() for row in table.rows)
+    assert cells == {(s, label): 500 for s in ("amazon", "imdb", "yelp") for label in ("negative", "positive")}
+    # the source itself holds a few sentences twice
+    assert data.overlap(tables["train"], tables["test"], ["text", "label"]) <= 12
+
+
+def test_gsm8k_answers_end_in_their_number() -> None:
+    for split, count in (("train", 1_000), ("test", 300)):
+        rows = read_table("gsm8k", split=split).rows
+        assert len(rows) == count
+        assert all(row["question"].strip() and "\n#### " in row["answer"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("folder", "licence", "author"),
+    [("clinc150", "CC BY 3.0", "Larson"), ("sentiment3", "CC BY 4.0", "Kotzias"), ("gsm8k", "MIT", "Cobbe")],
+)
+def test_a_sample_ships_its_licence_and_stays_small(folder: str, licence: str, author: str) -> None:
+    where = importlib.resources.files("acclimate") / "samples" / folder
+    notice = (where / "LICENSE.md").read_text(encoding="utf-8")
+    assert licence in notice
+    assert author in notice
     assert sum(len(item.read_bytes()) for item in where.iterdir()) < 1_000_000
 
 

@@ -91,9 +91,9 @@ def test_every_planned_row_says_so(method: Method) -> None:
 
 def test_messages_name_what_is_ready() -> None:
     with pytest.raises(InputError) as caught:
-        methods.require("frameft", "adapter")
+        methods.require("muon", "optimizer")
     assert str(caught.value) == (
-        "The adapter 'frameft' is planned, not built yet; ready adapters: dora, fourierft, full, ia3, lora, rslora, vera."
+        "The optimizer 'muon' is planned, not built yet; ready optimizers: adafactor, adamw, sgd."
     )
     with pytest.raises(InputError) as caught:
         methods.find("adamv", "optimizer")

@@ -86,8 +86,8 @@ def test_a_wrong_word_lists_the_right_ones() -> None:
 
 
 def test_planned_and_unknown_methods() -> None:
-    assert "planned, not built yet" in refused(adapter="frameft")
-    assert "ready adapters: dora, fourierft" in refused(adapter="frameft")
+    assert "planned, not built yet" in refused(optimizer="muon")
+    assert "ready optimizers: adafactor, adamw" in refused(optimizer="muon")
     assert "Unknown adapter 'lroa'. Did you mean 'lora'?" in refused(adapter="lroa")
     assert "Unknown optimizer 'adamww'. Did you mean 'adamw'?" in refused(optimizer="adamww")
     assert "Unknown init 'pisa'. Did you mean 'pissa'?" in refused(init="pisa")

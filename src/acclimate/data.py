@@ -1,4 +1,4 @@
-"""Reading rows: files, hub data sets and the bundled sample, with errors that name the place.
+"""Reading rows: files, hub data sets and the bundled samples, with errors that name the place.
 
 A row is a plain dictionary. What the columns mean is the task's affair (`acclimate.tasks`); here they are read, renamed,
 checked for what is missing, and sampled.
@@ -42,14 +42,16 @@ _DOMAIN_WORDS = {
 
 @dataclass(frozen=True)
 class Bundled:
-    """A sample inside the package: its files by split, and the recipe fields that fit it."""
+    """A sample inside the package: its folder, its files by split, and the recipe fields that fit it."""
 
+    folder: str
     files: Mapping[str, str]
     recipe: Mapping[str, Any]
 
 
 BUNDLED = {
     "clinc150": Bundled(
+        "clinc150",
         {"train": "train", "validation": "val", "test": "test"},
         {
             "task": "choice",
@@ -61,6 +63,7 @@ BUNDLED = {
         },
     ),
     "clinc150-intent": Bundled(
+        "clinc150",
         {"train": "train", "validation": "val", "test": "test"},
         {
             "task": "choice",
@@ -70,7 +73,27 @@ BUNDLED = {
             "max_eval_samples": 500,
         },
     ),
-    "clinc150-oos": Bundled({"test": "oos"}, {"task": "choice", "columns": {"label": "intent"}}),
+    "clinc150-oos": Bundled("clinc150", {"test": "oos"}, {"task": "choice", "columns": {"label": "intent"}}),
+    "sentiment3": Bundled(
+        "sentiment3",
+        {"train": "train", "test": "test"},
+        {
+            "task": "choice",
+            "template": "Review: {text}\nSentiment:",
+            "max_train_samples": 480,
+            "max_eval_samples": 500,
+        },
+    ),
+    "gsm8k": Bundled(
+        "gsm8k",
+        {"train": "train", "test": "test"},
+        {
+            "task": "sft",
+            "columns": {"prompt": "question", "completion": "answer"},
+            "max_train_samples": 256,
+            "max_eval_samples": 100,
+        },
+    ),
 }
 
 
@@ -111,7 +134,9 @@ def read_table(source: str, *, split: str = "train", skip_bad: bool = False) -> 
         files = BUNDLED[name].files
         if split not in files:
             raise InputError(f"the sample '{name}' has no split '{split}'. It has: {', '.join(files)}")
-        resource = importlib.resources.files("acclimate") / "samples" / "clinc150" / f"{files[split]}.jsonl.gz"
+        resource = (
+            importlib.resources.files("acclimate") / "samples" / BUNDLED[name].folder / f"{files[split]}.jsonl.gz"
+        )
         return Table(
             list(_jsonl(_text(resource.read_bytes(), name, gzipped=True), name, _Skips(False))), f"{name}:{split}"
         )

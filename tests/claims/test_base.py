@@ -363,10 +363,10 @@ def test_load_claim(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lorra", r"^There is no claim 'lorra'\. Did you mean 'lora'\? The ready claims: lora"),
+        ("lorra", r"^There is no claim 'lorra'\. Did you mean 'lora'\? The ready claims: .*lora"),
         ("pissa", r"^There is no claim 'pissa'\."),
-        ("frameft", r"^The claim 'frameft' is planned, not built yet; ready claims: lora"),
-        ("muon_mismatch", r"^The claim 'muon' is planned, not built yet; ready claims: lora"),
+        ("saber", r"^The claim 'saber' is planned, not built yet; ready claims: .*lora"),
+        ("muon_mismatch", r"^The claim 'muon' is planned, not built yet; ready claims: .*lora"),
     ],
 )
 def test_load_claim_errors(name, message) -> None:
