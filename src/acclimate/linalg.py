@@ -1,0 +1,66 @@
+"""Linear algebra that several methods share. Inputs are torch tensors; results are float64 unless said otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def eigh_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (n,), largest first, and eigenvectors (n, n) in columns, of a symmetric matrix.
+
+    Signs are fixed (the largest entry of each vector is positive), so that the same matrix always gives the same vectors.
+    """
+    values, vectors = torch.linalg.eigh(matrix.double())
+    return values.flip(0), fix_signs(vectors.flip(1))
+
+
+def fix_signs(vectors: Tensor) -> Tensor:
+    """The columns of (n, k), each with its largest entry made positive."""
+    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
+    return vectors * torch.where(largest < 0, -1.0, 1.0)
+
+
+def symmetric_power(matrix: Tensor, exponent: float, floor: float = 1e-6) -> Tensor:
+    """matrix^exponent (n, n) of a positive semi-definite matrix, its eigenvalues floored at `floor` times their mean."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    values = values.clamp_min(floor * values.mean().clamp_min(torch.finfo(torch.float64).tiny))
+    return (vectors * values**exponent) @ vectors.T
+
+
+def effective_rank(values: Tensor) -> float:
+    """exp of the entropy of the normalised spectrum: from 1 to the number of values (Roy and Vetterli, 2007)."""
+    share = values.double().clamp_min(0)
+    share = share[share > 0] / share.sum()
+    return float(torch.exp(-(share * share.log()).sum()))
+
+
+def overlap(first: Tensor, second: Tensor) -> float:
+    """||first^T second||_F^2 / r of two orthonormal bases (n, r): 1 for the same subspace, r/n on average for random ones."""
+    return float((first.double().T @ second.double()).square().sum() / first.shape[1])
+
+
+def complete_basis(basis: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal columns (n, size) that begin with `basis` (n, k) and go on with random directions orthogonal to it."""
+    missing = size - basis.shape[1]
+    if missing <= 0:
+        return basis[:, :size]
+    random = torch.randn(basis.shape[0], missing, dtype=torch.float64, generator=generator)
+    for _ in range(2):  # once more removes what rounding left
+        random = random - basis.double() @ (basis.double().T @ random)
+    return torch.cat([basis.double(), torch.linalg.qr(random).Q], dim=1)
+
+
+def nystrom_eigh(sketch: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
+    """Leading eigenpairs ((p,), (n, p)) of a positive semi-definite M from its sketch M @ test (n, p).
+
+    The shifted Nystrom approximation of Tropp et al. (2017), algorithm 3: exact when the rank of M is at most p.
+    """
+    sketch, test = sketch.double(), test.double()
+    shift = torch.finfo(torch.float64).eps * torch.linalg.norm(sketch)
+    shifted = sketch + shift * test
+    core = test.T @ shifted
+    values, vectors = torch.linalg.eigh((core + core.T) / 2)
+    half = vectors * values.clamp_min(shift).rsqrt()  # core^(-1/2), whatever its rank in floating point
+    left, sigma, _ = torch.linalg.svd(shifted @ half, full_matrices=False)
+    return (sigma.square() - shift).clamp_min(0), fix_signs(left)

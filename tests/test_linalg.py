@@ -1,0 +1,84 @@
+"""Shared linear algebra against closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from acclimate.linalg import complete_basis, effective_rank, eigh_descending, nystrom_eigh, overlap, symmetric_power
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def with_spectrum(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    basis = torch.linalg.qr(random(len(values), len(values), seed=seed)).Q
+    return (basis * values) @ basis.T
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 12), seed=st.integers(0, 100))
+def test_eigh_descending_reconstructs_with_fixed_signs(size: int, seed: int) -> None:
+    half = random(size, size, seed=seed)
+    matrix = half @ half.T
+    values, vectors = eigh_descending(matrix)
+    assert (values.diff() <= 0).all()
+    torch.testing.assert_close((vectors * values) @ vectors.T, matrix, rtol=1e-10, atol=1e-10)
+    assert (vectors.gather(0, vectors.abs().argmax(0, keepdim=True)) > 0).all()
+    torch.testing.assert_close(eigh_descending(matrix.clone())[1], vectors, rtol=0, atol=0)
+
+
+def test_symmetric_power() -> None:
+    matrix = with_spectrum(torch.tensor([9.0, 4.0, 1.0], dtype=torch.float64))
+    root = symmetric_power(matrix, 0.5)
+    torch.testing.assert_close(root @ root, matrix, rtol=1e-12, atol=1e-12)
+    identity = torch.eye(3, dtype=torch.float64)
+    torch.testing.assert_close(symmetric_power(matrix, -1) @ matrix, identity, rtol=1e-12, atol=1e-12)
+    # the floor stands in for directions that were never seen: 1e-6 of the mean eigenvalue (2 + 0) / 2
+    flat = symmetric_power(torch.diag(torch.tensor([2.0, 0.0])), -0.5)
+    torch.testing.assert_close(flat.diagonal(), torch.tensor([2**-0.5, 1e3], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("values", "rank"), [([1, 1, 1, 1], 4), ([5, 0, 0], 1), ([0.5, 0.5, 0], 2)])
+def test_effective_rank_of_flat_spectra(values: list[float], rank: float) -> None:
+    assert effective_rank(torch.tensor(values)) == pytest.approx(rank, rel=1e-12)
+
+
+def test_effective_rank_is_the_exponent_of_the_entropy() -> None:
+    assert effective_rank(torch.tensor([3.0, 1.0])) == pytest.approx(
+        math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)), rel=1e-12
+    )
+
+
+def test_overlap() -> None:
+    axes = torch.eye(5)
+    assert overlap(axes[:, :2], axes[:, [1, 0]]) == 1
+    assert overlap(axes[:, :2], axes[:, 1:3]) == 0.5
+    assert overlap(axes[:, :2], axes[:, 3:]) == 0
+
+
+def test_complete_basis_keeps_what_is_there() -> None:
+    begin = torch.linalg.qr(random(7, 2)).Q
+    full = complete_basis(begin, 5, torch.Generator().manual_seed(0))
+    assert torch.equal(full[:, :2], begin)
+    torch.testing.assert_close(full.T @ full, torch.eye(5, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    assert torch.equal(complete_basis(begin, 1, torch.Generator()), begin[:, :1])
+
+
+def test_nystrom_is_exact_on_low_rank_and_close_on_decay() -> None:
+    low = with_spectrum(torch.cat([torch.tensor([8.0, 4.0, 2.0, 1.0]), torch.zeros(26)]).double())
+    test = random(30, 6, seed=3)
+    values, vectors = nystrom_eigh(low @ test, test)
+    exact_values, exact_vectors = eigh_descending(low)
+    torch.testing.assert_close(values[:4], exact_values[:4], rtol=1e-9, atol=1e-9)
+    assert values[4:].abs().max() < 1e-9
+    assert overlap(vectors[:, :4], exact_vectors[:, :4]) == pytest.approx(1, abs=1e-9)
+    decay = with_spectrum(0.5 ** torch.arange(30, dtype=torch.float64))
+    test = random(30, 16, seed=4)
+    found, exact = nystrom_eigh(decay @ test, test)[1][:, :4], eigh_descending(decay)[1][:, :4]
+    assert overlap(found, exact) > 0.9999
