@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acclimate.linalg import complete_basis, effective_rank, eigh_descending, nystrom_eigh, overlap, symmetric_power
+from acclimate.linalg import (
+    complete_basis,
+    eigh_descending,
+    leading_eigh,
+    nystrom_eigh,
+    overlap,
+    participation_ratio,
+    symmetric_power,
+)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,15 +50,19 @@ def test_symmetric_power() -> None:
     torch.testing.assert_close(flat.diagonal(), torch.tensor([2**-0.5, 1e3], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("values", "rank"), [([1, 1, 1, 1], 4), ([5, 0, 0], 1), ([0.5, 0.5, 0], 2)])
-def test_effective_rank_of_flat_spectra(values: list[float], rank: float) -> None:
-    assert effective_rank(torch.tensor(values)) == pytest.approx(rank, rel=1e-12)
+@pytest.mark.parametrize(("size", "k"), [(40, 40), (300, 4), (300, 100)])
+def test_leading_eigh_is_the_top_of_the_full_one(size: int, k: int) -> None:
+    matrix = with_spectrum(0.9 ** torch.arange(size, dtype=torch.float64))
+    values, vectors = leading_eigh(matrix, k)
+    exact_values, exact_vectors = eigh_descending(matrix)
+    torch.testing.assert_close(values, exact_values[:k], rtol=1e-8, atol=1e-12)
+    assert overlap(vectors[:, :4], exact_vectors[:, :4]) == pytest.approx(1, abs=1e-9)
+    assert torch.equal(leading_eigh(matrix.clone(), k)[1], vectors)
 
 
-def test_effective_rank_is_the_exponent_of_the_entropy() -> None:
-    assert effective_rank(torch.tensor([3.0, 1.0])) == pytest.approx(
-        math.exp(-0.75 * math.log(0.75) - 0.25 * math.log(0.25)), rel=1e-12
-    )
+@pytest.mark.parametrize(("values", "ratio"), [([1, 1, 1, 1], 4), ([5, 0, 0], 1), ([3, 1], 16 / 10)])
+def test_participation_ratio_in_closed_form(values: list[float], ratio: float) -> None:
+    assert participation_ratio(with_spectrum(torch.tensor(values).double())) == pytest.approx(ratio, rel=1e-12)
 
 
 def test_overlap() -> None:

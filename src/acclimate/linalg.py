@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,11 +29,25 @@ def symmetric_power(matrix: Tensor, exponent: float, floor: float = 1e-6) -> Ten
     return (vectors * values**exponent) @ vectors.T
 
 
-def effective_rank(values: Tensor) -> float:
-    """exp of the entropy of the normalised spectrum: from 1 to the number of values (Roy and Vetterli, 2007)."""
-    share = values.double().clamp_min(0)
-    share = share[share > 0] / share.sum()
-    return float(torch.exp(-(share * share.log()).sum()))
+def leading_eigh(matrix: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest eigenvalues (k,) and their eigenvectors (n, k) of a symmetric matrix, to working precision.
+
+    Large matrices go to ARPACK's Lanczos iteration from a fixed start, the others to LAPACK; signs are fixed.
+    """
+    n = matrix.shape[0]
+    if n <= 256 or k > n // 8:
+        values, vectors = eigh_descending(matrix)
+        return values[:k], vectors[:, :k]
+    from scipy.sparse.linalg import eigsh
+
+    start = np.random.default_rng(0).standard_normal(n)
+    values, vectors = eigsh(matrix.double().cpu().numpy(), k=k, which="LA", v0=start)
+    return torch.from_numpy(values[::-1].copy()), fix_signs(torch.from_numpy(vectors[:, ::-1].copy()))
+
+
+def participation_ratio(matrix: Tensor) -> float:
+    """tr(M)^2 / ||M||_F^2 of a positive semi-definite M: how many directions carry it, from 1 to n."""
+    return float(matrix.double().trace().square() / matrix.double().square().sum())
 
 
 def overlap(first: Tensor, second: Tensor) -> float:
