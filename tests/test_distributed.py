@@ -67,6 +67,7 @@ def plans(tiny_lm: Path, tiny_encoder: Path, tmp_path_factory: pytest.TempPathFa
         "sft": base | {"data": str(files["pairs"]), "task": "sft"},
         "dpo": base | {"data": str(files["dpo"]), "task": "dpo"},
         "classify": base | {"data": str(files["words"]), "task": "classify", "model": str(tiny_encoder)},
+        "fisher": base | {"data": str(files["words"]), "task": "choice", "init": "fisher"},
         "full": base | {"data": str(files["words"]), "task": "choice", "adapter": "full"},
     }  # fmt: skip
 

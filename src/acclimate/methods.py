@@ -389,6 +389,7 @@ _BUILT_IN: tuple[Method, ...] = (
         stage="init",
         module="acclimate.adapters.fisher:fisher_init",
         option="--init fisher",
+        status="ready",
         paper="Learning in the Fisher Subspace: A Guided Initialization for LoRA Fine-Tuning",
         claim="fisher_init",
         aliases=("fisher",),

@@ -11,7 +11,18 @@ from typing import Any
 from acclimate import data, models, runs
 from acclimate.data import Table
 from acclimate.errors import InputError
-from acclimate.prepare import attach, changes_base, load_for, load_tables, load_tuned, located, with_sample_defaults
+from acclimate.prepare import (
+    attach,
+    changes_base,
+    load_for,
+    load_start,
+    load_tables,
+    load_tuned,
+    located,
+    looks_at_data,
+    start_from_data,
+    with_sample_defaults,
+)
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted, Run, free_directory, read_rows
 from acclimate.show import Silent
@@ -170,7 +181,7 @@ def _work(run: Run, recipe: Recipe, show: Any) -> None:
         with run.stage("train"):
             trainer = _train(run, task, model, tokenizer, train, held_out, recipe, show)
         with run.stage("save"):
-            model = _save(run, trainer, tokenizer, artifact)
+            model = _save(run, trainer, tokenizer, recipe, artifact)
     if not (run / "evaluation_after.json").exists():
         with run.stage("evaluate after"):
             after = measure(task, model, tokenizer, held_out, recipe, show, "scoring the tuned model")
@@ -187,21 +198,25 @@ def _train(
     run: Run, task: Task, model: Any, tokenizer: Any, train: Examples, held_out: Examples, recipe: Recipe, show: Any
 ) -> Any:
     """Attach and train; returns the trainer, with the trained model in it."""
+    from accelerate import PartialState
     from transformers import set_seed
 
     from acclimate.training import trainable_state
 
     set_seed(recipe.seed)
-    model = attach(model, recipe, task)
+    started = looks_at_data(recipe) and (run / "start").is_dir()
+    PartialState().wait_for_everyone()  # before one of them writes it
+    model = load_start(model, run / "start") if started else attach(model, recipe, task)
     if run.writer and changes_base(recipe) and not (run / "start").exists():
         with runs.replacing(run / "start") as temporary:  # what saving must subtract, to leave a plain LoRA
             model.save_pretrained(temporary)
-    parameters = trainable_state(model)
-    if not parameters["trainable"]:
+    if not trainable_state(model)["trainable"]:
         raise InputError(f"adapter '{recipe.adapter}' left nothing to train; check adapter_args")
     trainer: Any = task.trainer(model, tokenizer, train, held_out, recipe, run.path, show)
-    run.update(parameters=parameters)
     runs.reset_peak_memory()
+    if looks_at_data(recipe) and not started:
+        _start_from_data(run, model, trainer, train.lengths, recipe, show)
+    run.update(parameters=trainable_state(model))
     try:
         trainer.resume()
     except Interrupted:
@@ -220,6 +235,22 @@ def _train(
         facts["peak_memory_bytes"] = runs.peak_memory()
     run.update(**facts)
     return trainer
+
+
+def _start_from_data(run: Run, model: Any, trainer: Any, lengths: list[int], recipe: Recipe, show: Any) -> None:
+    """Find the adapter's start and keep it in `start/`, for a resumed run; what it rests on goes to init.json."""
+    import peft
+
+    with run.stage("find the start"):
+        report = start_from_data(model, trainer, lengths, recipe, show)
+        if not run.writer:
+            return
+        runs.write_json(run / "init.json", report.to_dict())
+        with models.quiet(), runs.replacing(run / "start") as temporary:
+            # as it is trained, not as it will be saved
+            peft.PeftModel.save_pretrained(
+                model, str(temporary), selected_adapters=[n for n in model.peft_config if n != "ref"]
+            )
 
 
 # --- what a run checks and writes ---
@@ -271,7 +302,7 @@ def _check_data(
         )
 
 
-def _save(run: Run, trainer: Any, tokenizer: Any, artifact: str) -> Any:
+def _save(run: Run, trainer: Any, tokenizer: Any, recipe: Recipe, artifact: str) -> Any:
     """Write what was trained, as an ordinary LoRA folder wherever it is one; returns the trained model without wrappers."""
     # collective under FSDP, where every rank holds a shard
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
@@ -282,7 +313,7 @@ def _save(run: Run, trainer: Any, tokenizer: Any, artifact: str) -> Any:
         return model
     with models.quiet(), runs.replacing(run / artifact) as temporary, tempfile.TemporaryDirectory() as scratch:
         options: dict[str, Any] = {}
-        if (run / "start").exists():
+        if changes_base(recipe):
             shutil.copytree(run / "start", scratch, dirs_exist_ok=True)  # PEFT writes into it
             options["path_initial_model_for_weight_conversion"] = scratch
         model.save_pretrained(temporary, state_dict=state, **options)

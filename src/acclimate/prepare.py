@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from acclimate import data, methods, models
 from acclimate.data import BUNDLED, Table
-from acclimate.errors import InputError
+from acclimate.errors import InputError, did_you_mean
 from acclimate.recipe import Recipe
 from acclimate.show import Silent
 from acclimate.tasks import Task, get_task
@@ -86,6 +87,8 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
         return model.requires_grad_(True)
     init = methods.find(recipe.init, "init")
     initialise = methods.require(recipe.init, "init")
+    if not isinstance(initialise, type):
+        _check_start(initialise, kind, recipe)
     options = {"task_type": task.peft_type, **methods.find(recipe.adapter, "adapter").defaults, **recipe.adapter_args}
     if isinstance(initialise, type):  # an initialisation that PEFT does itself is an argument of its configuration
         if recipe.init != "default" and kind is not initialise:
@@ -111,6 +114,79 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
                 f"{', '.join(_linear_names(model))}. Set adapter_args.target_modules to some of them, or to all-linear"
             ) from None
         raise InputError(f"adapter '{recipe.adapter}' does not fit '{recipe.model}': {error}") from error
+
+
+def _check_start(initialise: Any, kind: type, recipe: Recipe) -> None:
+    """A start that looks at the data (`--init fisher`) is for LoRA; its arguments must be known before any work is done."""
+    import peft
+
+    if kind is not peft.LoraConfig:
+        raise InputError(f"init '{recipe.init}' starts LoRA; adapter '{recipe.adapter}' has its own start")
+    known = set(inspect.signature(initialise).parameters) - {"peft_model", "data", "loss_fn", "adapter_name", "advance"}
+    for key in recipe.init_args:
+        if key not in known:
+            raise InputError(
+                f"init_args do not fit init '{recipe.init}': unknown '{key}'.{did_you_mean(key, known)} "
+                f"Known: {', '.join(sorted(known))}"
+            )
+    if recipe.init_args.get("fisher") == "true" and recipe.task != "sft":
+        raise InputError(
+            f"init_args.fisher 'true' draws labels token by token, for task 'sft'; for '{recipe.task}' take 'empirical'"
+        )
+    if recipe.init_args.get("mode") == "residual" and recipe.task == "dpo":
+        raise InputError(
+            "init_args.mode 'residual' does not fit task 'dpo', which switches adapters itself; take 'split'"
+        )
+
+
+def looks_at_data(recipe: Recipe) -> bool:
+    """Whether the adapter's start is found by a pass over the training data, after the trainer is there."""
+    return not isinstance(methods.require(recipe.init, "init"), type)
+
+
+def start_from_data(model: Any, trainer: Any, lengths: list[int], recipe: Recipe, show: Any) -> Any:
+    """Run a start that looks at the data, on the trainer's own rows and loss; returns its report.
+
+    Every process makes the same pass over the same rows, so that all hold the same start.
+
+    Raises InputError when the start refuses its arguments or the data.
+    """
+    import torch
+
+    initialise: Any = methods.require(recipe.init, "init")
+    options = {"seed": recipe.seed, **recipe.init_args}
+    size = max(1, min(32, 1024 // max(lengths)))  # enough positions for a matrix product, however long the rows
+    rows = torch.utils.data.DataLoader(
+        trainer.train_dataset,
+        batch_size=size,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(options["seed"]),
+        collate_fn=trainer.data_collator,
+    )
+    loss_fn = None if options.get("fisher") == "true" else trainer.summed_loss
+    show.start("finding the start", total=min(options.get("n_examples", 256), len(trainer.train_dataset)))
+    try:
+        return initialise(model, rows, loss_fn=loss_fn, advance=show.advance, **options)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"init '{recipe.init}': {error}") from error
+    finally:
+        show.stop()
+
+
+def load_start(model: Any, path: Path) -> Any:
+    """The untrained adapter that `start_from_data` found, on a fresh base model, to resume on."""
+    import peft
+
+    from acclimate.adapters import residual
+
+    with models.quiet():
+        model = peft.PeftModel.from_pretrained(model, str(path), is_trainable=True)
+    if (path / residual.START).is_dir():
+        residual.add_start(model)
+        model.load_adapter(str(path / residual.START), residual.START, is_trainable=False)
+        model.base_model.set_adapter(["default", residual.START])
+        residual.watch(model)
+    return model
 
 
 def _linear_names(model: Any) -> list[str]:

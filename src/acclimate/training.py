@@ -24,6 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from acclimate import methods
+from acclimate.adapters import residual
 from acclimate.arguments import learning_rate
 from acclimate.errors import AcclimateError, InputError
 from acclimate.models import quiet
@@ -80,7 +81,20 @@ class RunTrainer(_Base):
             raise InputError(f"optimizer_args do not fit optimizer '{self.recipe.optimizer}': {error}") from None
         return self.optimizer
 
+    # --- the loss alone, for a pass over the data before training ---
+
+    def summed_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """The training loss of one collated batch, summed over what it is a mean of (tokens, here)."""
+        loss: Any = self.compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=torch.tensor(1.0))
+        return loss
+
     # --- checkpoints ---
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if residual.is_residual(self.model):  # saved as one LoRA, trained as two
+            residual.load(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._directory_now or super()._get_output_dir(trial)
@@ -169,6 +183,9 @@ class ExampleMeanTrainer(RunTrainer, ABC):
     @abstractmethod
     def example_losses(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Loss of each example of a micro-batch, (B,)."""
+
+    def summed_loss(self, model: Any, batch: Any) -> torch.Tensor:
+        return self.example_losses(model, self._prepare_inputs(batch)).sum()
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
         count = torch.tensor(float(sum(len(batch["input_ids"]) for batch in batch_samples)), device=device)

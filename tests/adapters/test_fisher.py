@@ -676,6 +676,33 @@ class ConvNet(nn.Module):
         return self.head(torch.tanh(self.conv(x)).mean((2, 3)))
 
 
+def test_wide_sides_are_sketched_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("acclimate.adapters.fisher.WIDE", 40)
+    found = {}
+    for sketch in (None, 0, 40):
+        model = get_peft_model(wide_net(), LoraConfig(r=2, target_modules=["first"]))
+        report = fisher_init(model, [wide_data()], loss_fn=summed, sketch=sketch, mode="input")
+        found[sketch] = model.base_model.model.first.lora_A["default"].weight.detach().T / KAPPA
+        sketched = report.layers[0].effective_rank_inputs is None
+        assert sketched == (sketch != 0)
+        assert report.layers[0].effective_rank_outputs is not None
+    assert overlap(found[0], found[None]) > 0.999
+    assert overlap(found[0], found[40]) > 0.999
+
+
+def wide_net() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    model.first = nn.Linear(100, M, dtype=torch.float64)
+    return model.eval()
+
+
+def wide_data() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(300, 100, dtype=torch.float64, generator=generator) * 0.8 ** torch.arange(100, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(0, CLASSES, (300,), generator=generator)}
+
+
 @pytest.mark.parametrize("mode", ["split", "residual"])
 def test_convolution_is_linear_on_patches(mode: str) -> None:
     torch.manual_seed(0)

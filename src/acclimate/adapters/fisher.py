@@ -13,7 +13,7 @@ PEFT's default start, so that learning rates carry over.
 The result is an ordinary LoRA for the untouched base, which stock PEFT and vLLM load.
 
 Scale: every rank makes the same pass over the same batches (nothing is reduced), or one rank does and broadcasts the adapter, as DDP
-does when it wraps a model. Memory is 8 (m^2 + n^2) bytes a layer, or 8 p (m + n) with sketch=p. Not for weights that FSDP has sharded:
+does when it wraps a model. Memory is 8 (m^2 + n^2) bytes a layer, or 8 p (m + n) where the sides are sketched (above 2,048). Not for weights that FSDP has sharded:
 call it before.
 
 Source: "Learning in the Fisher Subspace: A Guided Initialization for LoRA Fine-Tuning", ICML 2026, arXiv 2605.01046 (Kronecker factors of
@@ -54,6 +54,7 @@ Mode = Literal["input", "split", "residual"]
 State = dict[str, Tensor]
 
 KAPPA = 3**-0.5
+WIDE = 2048  # sides above this are sketched unless the caller says otherwise
 RANK_FLOOR = 1e-10  # eigenvalues below this share of the largest carry no direction
 
 
@@ -177,7 +178,7 @@ def _state(
     _one_of("criterion", criterion, ("fisher", "svd", "whitened", "gradient"))
     if n_examples < 1:
         raise ValueError(f"n_examples must be at least 1, not {n_examples}")
-    if sketch is not None and criterion != "fisher":
+    if sketch and criterion != "fisher":
         raise ValueError(
             f"criterion '{criterion}' needs the whole factors: leave sketch away, or take criterion='fisher'"
         )
@@ -187,10 +188,16 @@ def _state(
     elif fisher == "true":
         raise ValueError("fisher='true' draws labels for the model's own loss: leave loss_fn away")
     rank = max(layer.r[adapter_name] for layer in layers.values())
-    if sketch is not None and sketch < rank:
+    if sketch and sketch < rank:
         raise ValueError(
             f"sketch must be at least the rank {rank} (four times the rank is a good choice), not {sketch}"
         )
+
+    def width(size: int) -> int:
+        if sketch is not None or criterion != "fisher":
+            return sketch or 0
+        return max(64, 8 * rank) if size > WIDE else 0
+
     with evaluating(peft_model), peft_model.disable_adapter():
         moments = collect_moments(
             peft_model,
@@ -199,7 +206,7 @@ def _state(
             loss_fn,
             factors=factors,
             cross=criterion == "gradient",
-            sketch=sketch,
+            sketch=width,
             rank=rank,
             n_examples=n_examples,
             advance=advance,
@@ -219,7 +226,6 @@ def _layer_state(
     (scale_a, scale_g), weight = m.scales(factors), base_weight(layer)
     (input_values, V), (output_values, U) = m.inputs.leading(most), m.outputs.leading(most)
     input_values, output_values = input_values / scale_a, output_values / scale_g
-    whole = m.inputs.test is None and m.outputs.test is None
     if criterion == "fisher":
         V = V[:, input_values > RANK_FLOOR * input_values[0]]
         U = U[:, output_values > RANK_FLOOR * output_values[0]]
@@ -238,8 +244,8 @@ def _layer_state(
         "positions": float(m.positions),
         "share_inputs": float(input_values[:r].sum()) * scale_a / m.inputs.trace,
         "share_outputs": float(output_values[:r].sum()) * scale_g / m.outputs.trace,
-        "effective_rank_inputs": participation_ratio(m.inputs.sum) if whole else math.nan,
-        "effective_rank_outputs": participation_ratio(m.outputs.sum) if whole else math.nan,
+        "effective_rank_inputs": math.nan if m.inputs.test is not None else participation_ratio(m.inputs.sum),
+        "effective_rank_outputs": math.nan if m.outputs.test is not None else participation_ratio(m.outputs.sum),
         "overlap_eva": overlap(V[:, :r], eva[:, :r]),
         "overlap_pissa": overlap(V[:, :r], pissa[:, :r]),
         "weight_norm": float(weight.double().norm()),
@@ -303,7 +309,7 @@ def _one_of(what: str, value: Any, known: tuple[str, ...]) -> None:
 class LayerReport:
     """What the start of one layer rests on. Shares are of the trace: how much of the energy the leading r directions hold.
 
-    `effective_rank_*` is tr(M)^2 / ||M||_F^2 (NaN with a sketch). Overlaps of the input space with those that EVA (leading
+    `effective_rank_*` is tr(M)^2 / ||M||_F^2 (None with a sketch). Overlaps of the input space with those that EVA (leading
     directions of the first 512 inputs) and PiSSA (of W) would take: 1 is the same space, r/n that of random ones.
     """
 
@@ -312,8 +318,8 @@ class LayerReport:
     positions: float
     share_inputs: float
     share_outputs: float
-    effective_rank_inputs: float
-    effective_rank_outputs: float
+    effective_rank_inputs: float | None
+    effective_rank_outputs: float | None
     overlap_eva: float
     overlap_pissa: float
     inputs: list[float] = field(repr=False)
@@ -390,6 +396,7 @@ def initialize_lora_fisher_weights(
         if short:
             filled.append(_base_name(name))
         facts: dict[str, Any] = {key: float(own[key]) for key in _FACTS if key != "weight_norm"}
+        facts = {key: None if math.isnan(value) else value for key, value in facts.items()}
         facts |= {key: own[key][:rank].tolist() for key in ("inputs", "outputs")}
         reports.append(LayerReport(name=_base_name(name), rank=rank, **facts))
     if filled:
@@ -459,7 +466,8 @@ def fisher_init(
     init_scale
         Size of the start of mode="residual": its product has the norm sqrt(r/min(m, n)) init_scale ||W||_F.
     sketch
-        None: whole factors; p: n x p numbers of them (four times the rank is plenty), for wide layers.
+        p: keep n x p numbers of a factor instead of n x n (four times the rank is plenty); 0: never; None: max(64, 8 r) for sides
+        above 2,048, for criterion "fisher".
     seed
         Of drawn labels and of the random directions that fill up where the data fix fewer than the rank.
     advance
@@ -474,7 +482,9 @@ def fisher_init(
     begun = time.perf_counter()
     options: dict[str, Any] = {"factors": factors, "criterion": criterion, "n_examples": n_examples, "sketch": sketch}
     _one_of("mode", mode, ("input", "split", "residual"))  # before the pass over the data
-    state = _state(peft_model, adapter_name, data, loss_fn, fisher, seed, None, advance, **options)
+    ranks = [layer.r[adapter_name] for layer in lora_layers(peft_model, adapter_name).values()]
+    most = max(ranks) * (2 if rank_budget == "fisher" else 1)
+    state = _state(peft_model, adapter_name, data, loss_fn, fisher, seed, most, advance, **options)
     report = initialize_lora_fisher_weights(
         peft_model,
         state,

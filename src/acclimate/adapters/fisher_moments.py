@@ -37,11 +37,11 @@ SAMPLE = 512  # positions kept as they are
 
 
 class Gram:
-    """The sum of w_t z_t z_t^T over positions, in float64: whole (d, d), or, with `sketch`, only its product with d x p numbers."""
+    """The sum of w_t z_t z_t^T over positions, in float64: whole (d, d), or, with `sketch` = p > 0, its product with d x p numbers."""
 
-    def __init__(self, size: int, sketch: int | None = None, seed: int = 0) -> None:
+    def __init__(self, size: int, sketch: int = 0, seed: int = 0) -> None:
         self.test: Tensor | None = None
-        if sketch is not None and sketch < size:
+        if 0 < sketch < size:
             generator = torch.Generator().manual_seed(seed)
             self.test = torch.randn(size, sketch, generator=generator)
         self.sum = torch.zeros(size, size if self.test is None else self.test.shape[1], dtype=torch.float64)
@@ -51,7 +51,7 @@ class Gram:
         """Add the rows of z (T, d), weighted by (T,). Products are taken in z's precision, sums in float64."""
         weighted = z if weight is None else weight[:, None] * z
         right = z if self.test is None else z @ self.test.to(z)
-        self.sum += (weighted.T @ right).to(self.sum)
+        self.sum += (weighted.T @ right).to(self.sum.device)
         self.trace += float((weighted * z).sum(dtype=torch.float64))
 
     def leading(self, k: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class Moments:
             self.inputs.add(px, ng if factors == "marginal" else None)
             self.outputs.add(pg, nx if factors == "marginal" else None)
             if self.cross is not None:
-                self.cross += (pg.T @ px).to(self.cross)
+                self.cross += (pg.T @ px).to(self.cross.device)
 
     def scales(self, factors: Factors) -> tuple[float, float]:
         """What `inputs` and `outputs` must be divided by to be A and G."""
@@ -147,7 +147,7 @@ def collect_moments(
     *,
     factors: Factors = "marginal",
     cross: bool = False,
-    sketch: int | None = None,
+    sketch: Callable[[int], int] = lambda size: 0,
     rank: int = 8,
     n_examples: int = 256,
     advance: Callable[[int], None] = lambda count: None,
@@ -155,7 +155,7 @@ def collect_moments(
     """One pass over `n_examples` rows or 65,536 positions, whichever comes first.
 
     Where the leading `rank` input directions of half and of all of the data still overlap by less than 0.9 in some layer, twice
-    and then four times as many. The model runs in evaluation mode with nothing but the layers' outputs differentiated.
+    and then four times as many. `sketch` gives the width of the sketch for a side of that size, 0 for none. The model runs in evaluation mode with nothing but the layers' outputs differentiated.
 
     Returns
     -------
@@ -179,7 +179,7 @@ def collect_moments(
         if name not in moments:
             n, m = x.shape[1], g.shape[1]
             zero = torch.zeros(m, n, dtype=torch.float64) if cross else None
-            moments[name] = Moments(Gram(n, sketch, seed=0), Gram(m, sketch, seed=1), zero, torch.zeros(0, n))
+            moments[name] = Moments(Gram(n, sketch(n), seed=0), Gram(m, sketch(m), seed=1), zero, torch.zeros(0, n))
         moments[name].add(x, g, factors)
 
     device = next(model.parameters()).device

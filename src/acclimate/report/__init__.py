@@ -7,6 +7,7 @@ dark. Whatever comes from data is escaped. The same files give the same bytes.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
@@ -130,6 +131,7 @@ def _run(directory: Path) -> Json:
         "definition": (after or before or {}).get("definition"),
         "loss": plots.loss_curve(rows) if rows else None,
         "has_metrics": rows is not None,
+        "start": _start(_read_json(directory / "init.json")),
         "reliability": reliability,
         "classes": _classes(before, after),
         "examples": instructive(after_rows, before_rows or []) if after_rows else [],
@@ -142,6 +144,32 @@ def _run(directory: Path) -> Json:
         "provenance": _provenance(run),
         "recipe": recipe.read_text(encoding="utf-8") if recipe.is_file() else None,
     }
+
+
+def _start(init: Json | None) -> Json | None:
+    """What is shown of a start that was found by looking at the data."""
+    from acclimate.report import plots
+
+    if not init or not init.get("layers"):
+        return None
+    layers = init["layers"]
+
+    def median(key: str) -> str:
+        known = [layer[key] for layer in layers if layer[key] is not None]
+        return numbers.number(statistics.median(known)) if known else "not known (sketched)"
+
+    facts = {
+        "Layers": f"{len(layers)}"
+        + (f", and {len(init['skipped'])} that the loss does not reach" if init["skipped"] else ""),
+        "Positions looked at": numbers.count(int(layers[0]["positions"])),
+        "Time": numbers.duration(init["seconds"]),
+        "Settings": ", ".join(f"{key} {value}" for key, value in init["settings"].items() if value is not None),
+        "Effective rank of the inputs, median": median("effective_rank_inputs"),
+        "Effective rank of the outputs, median": median("effective_rank_outputs"),
+        "Overlap with EVA's input directions, median": median("overlap_eva"),
+        "Overlap with PiSSA's input directions, median": median("overlap_pissa"),
+    }
+    return {"svg": plots.energy_of_start(layers), "facts": _facts(facts.items())}
 
 
 def _comparison(directory: Path) -> Json:

@@ -233,6 +233,32 @@ def evidence_plot(rows: Sequence[tuple[str, float, float | None, float | None]],
         return _svg(figure, f"{metric}: {listing}")
 
 
+def energy_of_start(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Share of the Fisher energy that the chosen directions hold, against the block, a line for each kind of layer: on the
+    input side above, on the output side below. `layers` are those of a run's init.json."""
+    kinds: dict[str, list[tuple[int, float, float]]] = {}
+    for place, layer in enumerate(layers):
+        block = re.search(r"\.(\d+)\.", layer["name"])
+        row = (int(block[1]) if block else place, layer["share_inputs"], layer["share_outputs"])
+        kinds.setdefault(layer["name"].rsplit(".", 1)[-1], []).append(row)
+    with _style():
+        figure = Figure(figsize=(WIDTH, 4.4 + 0.17 * (len(kinds) // 3)))
+        above, below = figure.subplots(2, 1, sharex=True, sharey=True)
+        for i, (kind, rows) in enumerate(kinds.items()):
+            found = np.array(rows, dtype=float)
+            look: Any = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
+            above.plot(found[:, 0], found[:, 1], marker="o", markersize=3, **look, label=_short(kind, 24))
+            below.plot(found[:, 0], found[:, 2], marker="o", markersize=3, **look)
+        above.set_ylim(0, 1.04)
+        _label(above, "", "share of inputs")
+        _label(below, "block", "share of outputs")
+        below.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        figure.legend(loc="outside lower left", ncols=3)
+        return _svg(
+            figure, f"Share of the Fisher energy in the chosen directions of {len(layers)} layers, against the block"
+        )
+
+
 def bars(rows: Sequence[tuple[str, float]], x_label: str, unit: str = "") -> str:
     """Horizontal bars of (name, value), first row on top, each value written at its end. `unit` as in `quality_against`."""
     values = [float(value) for _, value in rows]

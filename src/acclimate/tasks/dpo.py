@@ -154,6 +154,9 @@ class _DPOTrainer(RunTrainer, DPOTrainer):
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return dataset  # tokenised already, so that training and evaluation agree and answers stay whole
 
+    def summed_loss(self, model: Any, batch: Any) -> Any:
+        return self.compute_loss(model, self._prepare_inputs(batch)) * (len(batch["input_ids"]) // 2)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """A run has its report; TRL's card would be written into the checkpoints."""
 
