@@ -532,6 +532,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "vera": {"train": {"lr": 5e-2}},
     "fourierft": {"train": {"lr": 5e-2}, "adapter_args": {"n_frequency": 100}},
     "ia3": {"train": {"lr": 0.2}},
+    "frameft": {"train": {"lr": None}, "adapter_args": {"n_coefficients": 200}},
     "full": {"train": {"lr": 1e-3}},
 }
 INITS = ["pissa", "olora", "orthogonal"]
@@ -608,6 +609,9 @@ def test_adapter_arguments_reach_peft(recipe_of: Callable[..., Recipe], tmp_path
         ({"adapter_args": {"rank": 4}}, r"adapter_args do not fit adapter 'lora': .*'rank'.*Known: .*lora_alpha"),
         ({"adapter_args": {"target_modules": ["query"]}}, r"target_modules \['query'\] match nothing in '.*'. Linear layers there: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"),
         ({"adapter_args": {"r": 0}}, "adapter 'lora' does not fit|adapter_args of 'lora'"),
+        ({"adapter": "frameft", "adapter_args": {"frame_l": 3}}, "adapter_args of 'frameft': frame_l is 'auto' or an even number"),
+        ({"adapter": "frameft", "adapter_args": {"n_coefficients": 10**6}}, "n_coefficients=1000000 does not fit in a layer of"),
+        ({"adapter": "frameft", "adapter_args": {"target_modules": ["embed_tokens"]}}, "FrameFT adapts linear layers; module '.*embed_tokens' is a Embedding"),
         ({"adapter": "ia3", "init": "pissa"}, "init 'pissa' starts LoRA; adapter 'ia3' has its own start"),
         ({"optimizer_args": {"momentun": 1}, "optimizer": "sgd"}, "optimizer_args do not fit optimizer 'sgd': .*momentun"),
         ({"optimizer_args": {"momentun": 1}}, "optimizer_args do not fit optimizer 'adamw': .*momentun"),

@@ -15,7 +15,7 @@ from acclimate.models import quiet
 from acclimate.recipe import Recipe
 
 # Peak learning rates that work for the built-in adapters with AdamW.
-DEFAULT_LR = {"full": 5e-5}
+DEFAULT_LR = {"full": 5e-5, "frameft": 0.08}
 DEFAULT_ADAPTER_LR = 1e-3
 MANY_STEPS = 1_000_000  # where only the clock ends a run
 

@@ -524,6 +524,7 @@ _BUILT_IN: tuple[Method, ...] = (
         stage="adapter",
         module="acclimate.adapters.frame:FrameFTConfig",
         option="--adapter frameft",
+        status="ready",
         paper="Fine-Tuning of Transformer models with Frames",
         claim="frameft",
     ),

@@ -107,7 +107,7 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
     try:
         with models.quiet():
             return peft.get_peft_model(model, config)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         if "arget modules" in str(error):
             raise InputError(
                 f"target_modules {options.get('target_modules')!r} match nothing in '{recipe.model}'. Linear layers there: "

@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
+from acclimate.adapters import FrameFTConfig
+
 BATCH, LENGTH, VOCABULARY, CLASSES = 4, 7, 60, 3
 
 
@@ -132,6 +134,7 @@ class Adapter:
 
 ADAPTERS = {
     "lora": Adapter(lambda **extra: LoraConfig(r=4, lora_alpha=8, **extra), "lora_", mixed_batch=True),
+    "frameft": Adapter(lambda **extra: FrameFTConfig(n_coefficients=100, **extra), "frameft_", mixed_batch=True),
 }
 
 
