@@ -152,7 +152,9 @@ def test_a_third_party_adds_one_row_or_several(tmp_path, monkeypatch) -> None:
     from fractions import Fraction
 
     assert methods.require("one", "adapter") is Fraction
-    with pytest.raises(InputError, match="ready adapters: dora, fourierft, full, ia3, lora, one, rslora, vera"):
+    with pytest.raises(
+        InputError, match="ready adapters: bayesian-lora, dora, fourierft, frameft, full, ia3, lora, one, rslora, vera"
+    ):
         methods.find("nothing-like-it", "adapter")
 
 

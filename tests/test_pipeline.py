@@ -383,7 +383,7 @@ def test_exports_load_without_acclimate(finished: Callable[[str], Run], tmp_path
 
 def test_exports_that_cannot_be(finished: Callable[[str], Run], tmp_path: Path) -> None:
     run = finished("choice")
-    with pytest.raises(InputError, match="--to is peft or merged, not 'gguf'"):
+    with pytest.raises(InputError, match="--to is peft, merged or lora, not 'gguf'"):
         export(run.path, "gguf", tmp_path / "x")
     with pytest.raises(InputError, match="exists already"):
         export(run.path, "peft", tmp_path)

@@ -192,8 +192,10 @@ _BUILT_IN: tuple[Method, ...] = (
         stage="adapter",
         module="acclimate.adapters.bayesian_lora:BayesianLoraConfig",
         option="--adapter bayesian-lora",
+        status="ready",
         paper="Bayesian-LoRA: Probabilistic Low-Rank Adaptation of Large Language Models",
         claim="bayesian_lora",
+        defaults=_LORA,
     ),
     Method(
         name="io-adam",

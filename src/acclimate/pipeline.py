@@ -213,6 +213,9 @@ def _train(
     if not trainable_state(model)["trainable"]:
         raise InputError(f"adapter '{recipe.adapter}' left nothing to train; check adapter_args")
     trainer: Any = task.trainer(model, tokenizer, train, held_out, recipe, run.path, show)
+    own_callbacks = getattr(getattr(model, "active_peft_config", None), "trainer_callbacks", None)
+    for callback in own_callbacks(len(train.items)) if own_callbacks else ():  # an adapter's own term of the objective
+        trainer.put_first(callback)
     runs.reset_peak_memory()
     if looks_at_data(recipe) and not started:
         _start_from_data(run, model, trainer, train.lengths, recipe, show)

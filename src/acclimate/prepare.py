@@ -206,6 +206,8 @@ def load_tuned(model: Any, recipe: Recipe, path: Path) -> Any:
     """A run's tuned model: the base with its adapter, or the fully trained one."""
     import peft
 
+    import acclimate.adapters  # noqa: F401 - registers our tuners with PEFT: the folder may hold any of them
+
     device = next(model.parameters()).device
     if recipe.adapter == "full":
         with models.quiet():

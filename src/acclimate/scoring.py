@@ -206,18 +206,37 @@ def score(
     advance
         Called with the number of items finished, for a progress bar.
     """
+    (scores,) = score_copies(model, items, pad_id, 1, batch_tokens=batch_tokens, details=details, advance=advance)
+    return scores
+
+
+@torch.no_grad()
+def score_copies(
+    model: torch.nn.Module,
+    items: Sequence[Item],
+    pad_id: int,
+    copies: int,
+    *,
+    batch_tokens: int = 2048,
+    details: bool = False,
+    advance: Any = lambda count: None,
+) -> list[list[list[Score]]]:
+    """`score` of a model that answers a batch `copies` times over, one block of rows a copy: the scores of each copy.
+
+    So does an adapter that draws its weights, under several draws at once.
+    """
     training = model.training
     model.eval()
     parameter = next(model.parameters())
     vocabulary = int(getattr(model.config, "vocab_size", 50_000))
-    results: list[list[Score]] = [[] for _ in items]
+    results: list[list[list[Score]]] = [[[] for _ in items] for _ in range(copies)]
     try:
-        for batch in _batches(items, batch_tokens, vocabulary):
+        for batch in _batches(items, max(1, batch_tokens // copies), vocabulary * copies):
             packed = pack([items[i] for i in batch], pad_id, parameter.dtype)
             packed = {k: v.to(parameter.device) if isinstance(v, Tensor) else v for k, v in packed.items()}
-            logits = scored_logits(model, packed)
-            for index, scores in zip(batch, _collect(logits, packed, details), strict=True):
-                results[index] = scores
+            for copy, logits in enumerate(scored_logits(model, packed).chunk(copies)):
+                for index, scores in zip(batch, _collect(logits, packed, details), strict=True):
+                    results[copy][index] = scores
             advance(len(batch))
     finally:
         model.train(training)

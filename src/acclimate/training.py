@@ -88,6 +88,16 @@ class RunTrainer(_Base):
         loss: Any = self.compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=torch.tensor(1.0))
         return loss
 
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        spared = getattr(
+            getattr(model, "base_model", None), "undecayed", ()
+        )  # an adapter may have weights that mean noise
+        return [name for name in super().get_decay_parameter_names(model) if not any(part in name for part in spared)]
+
+    def put_first(self, callback: TrainerCallback) -> None:
+        """Add a callback that is called before all others, so that what it logs reaches the trackers and metrics.jsonl."""
+        self.callback_handler.callbacks.insert(0, callback)
+
     # --- checkpoints ---
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from acclimate.adapters import FrameFTConfig
+from acclimate.adapters import BayesianLoraConfig, FrameFTConfig
 
 BATCH, LENGTH, VOCABULARY, CLASSES = 4, 7, 60, 3
 
@@ -119,6 +119,7 @@ class Adapter:
     prefix: str  # of its parameters' names
     identity_at_start: bool = True
     mixed_batch: bool = False  # one batch, an adapter per row
+    merges_quantised: bool = False  # into 8- and 4-bit weights, by quantising them again
     settings: dict[str, Any] = field(default_factory=dict)
 
     def attach(
@@ -133,9 +134,38 @@ class Adapter:
 
 
 ADAPTERS = {
-    "lora": Adapter(lambda **extra: LoraConfig(r=4, lora_alpha=8, **extra), "lora_", mixed_batch=True),
+    # deterministic, as PEFT's promises are: the noise has its own tests
+    "bayesian-lora": Adapter(
+        lambda **extra: BayesianLoraConfig(r=4, lora_alpha=8, train="mean", **extra),
+        "blora_",
+    ),
+    "lora": Adapter(
+        lambda **extra: LoraConfig(r=4, lora_alpha=8, **extra), "lora_", mixed_batch=True, merges_quantised=True
+    ),
     "frameft": Adapter(lambda **extra: FrameFTConfig(n_coefficients=100, **extra), "frameft_", mixed_batch=True),
 }
+
+
+def quantised(model: nn.Module, bits: int) -> nn.Module:
+    """The model with its linear layers, but the head, in bitsandbytes' 8 or 4 bits, as transformers loads it."""
+    import bitsandbytes as bnb
+
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, nn.Linear) or "lm_head" in name:
+            continue
+        size, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        if bits == 4:
+            new: Any = bnb.nn.Linear4bit(*size, bias=bias, compute_dtype=torch.float32, quant_type="nf4")
+            new.support_avx512bf16_for_cpu = False  # its fast path for inference needs widths of 64
+            new.weight = bnb.nn.Params4bit(layer.weight.data.clone(), requires_grad=False, quant_type="nf4")
+        else:
+            new = bnb.nn.Linear8bitLt(*size, bias=bias, has_fp16_weights=False)
+            new.weight = bnb.nn.Int8Params(layer.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+        if bias:
+            new.bias = layer.bias
+        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], new.to("cpu"))
+    setattr(model, f"is_loaded_in_{bits}bit", True)
+    return model.eval()
 
 
 def disturb(model: nn.Module, seed: int, only: str = "") -> None:

@@ -23,6 +23,7 @@ from adapters.matrix import (
     logits,
     loss,
     one_step,
+    quantised,
 )
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 sums in another order
@@ -161,6 +162,38 @@ def test_bf16(adapter: Adapter, architecture: Architecture, where: str) -> None:
     assert (found.float() - exact).norm() / exact.norm() < 0.05
     found.float().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_base(adapter: Adapter, bits: int) -> None:
+    """The adapter learns beside the weights, which stay as they are; it is merged into them only by adapters that say so."""
+    architecture = ARCHITECTURES["llama"]
+    base = logits(quantised(architecture.model(), bits), "llama")
+    start = adapter.attach(architecture, quantised(architecture.model(), bits))
+    torch.testing.assert_close(
+        logits(start, "llama"), base, rtol=1e-3, atol=1e-5
+    )  # 8-bit products round inputs to fp16
+    model = adapter.attach(architecture, quantised(architecture.model(), bits), trained=True)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.dtype in (torch.int8, torch.uint8)}
+    assert len(weights) == 14
+    found = logits(model, "llama")
+    loss(model, "llama").backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert torch.isfinite(parameter.grad).all(), name
+            assert parameter.grad.abs().sum() > 0, name
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    assert not torch.equal(logits(model, "llama"), found)
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model, "llama"), base, rtol=1e-3, atol=1e-5)
+    if adapter.merges_quantised:
+        model.merge_adapter()
+    else:
+        with pytest.raises(NotImplementedError, match="quantised"):
+            model.merge_adapter()
+        assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
 
 
 def test_activation_checkpointing(adapter: Adapter, architecture: Architecture, where: str) -> None:

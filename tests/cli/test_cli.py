@@ -477,7 +477,7 @@ def test_export(capsys: pytest.CaptureFixture[str], run: Path, in_tmp: Path) -> 
     assert (in_tmp / "my [model]" / "model.safetensors").exists()
     code, _, err = called(capsys, "export", str(run), "--to", "gguf")
     assert code == 2
-    assert "--to is peft or merged, not 'gguf'" in err
+    assert "--to is peft, merged or lora, not 'gguf'" in err
 
 
 def test_methods(capsys: pytest.CaptureFixture[str]) -> None:

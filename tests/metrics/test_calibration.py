@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, brier_score_loss, f1_score, log_loss
 
 from acclimate.errors import InputError
 from acclimate.metrics import (
+    Measured,
     TemperatureScaler,
     accuracy,
     adaptive_ece,
@@ -13,7 +14,9 @@ from acclimate.metrics import (
     ece,
     macro_f1,
     nll,
+    nll_of_logits,
     reliability_table,
+    uncertainty_parts,
 )
 
 
@@ -155,3 +158,89 @@ def test_bad_input_is_named(probs, labels, message):
 def test_number_of_bins_is_checked():
     with pytest.raises(InputError, match="n_bins is 0"):
         ece([[1.0, 0.0]], [0], n_bins=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(predictions(max_rows=200))
+def test_agrees_with_torchmetrics(case):
+    """Its bins are closed on the left and ours on the right, so the two are one metric but for confidences on an edge."""
+    import torch
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    probs, labels = case
+    edges = probs.max(axis=1) * 15
+    assume((np.abs(edges - np.round(edges)) > 1e-4).all())
+    expected = multiclass_calibration_error(
+        torch.tensor(probs), torch.tensor(labels), num_classes=probs.shape[1], n_bins=15, norm="l1"
+    )
+    assert ece(probs, labels) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_confidence_that_equals_the_hit_rate_has_no_calibration_error():
+    probs = np.tile([0.7, 0.3], (10, 1))
+    labels = np.array([0] * 7 + [1] * 3)
+    assert ece(probs, labels) == pytest.approx(0, abs=1e-12)
+    assert brier(probs, labels) == pytest.approx(0.7 * 2 * 0.3**2 + 0.3 * 2 * 0.7**2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("probs", "labels", "expected"),
+    [
+        ([[1.0, 0.0], [0.0, 1.0]], [0, 1], {"ece": 0.0, "nll": 0.0, "brier": 0.0}),
+        ([[0.5, 0.5], [0.5, 0.5]], [0, 1], {"ece": 0.0, "nll": np.log(2), "brier": 0.5}),
+        ([[0.9, 0.1]], [1], {"ece": 0.9, "nll": -np.log(0.1), "brier": 2 * 0.81}),
+        ([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]], [2, 1], {"ece": 0.35, "nll": -np.log(0.4) / 2, "brier": 0.22}),
+    ],
+)
+def test_four_examples_by_hand(probs, labels, expected):
+    for name, value in expected.items():
+        found = {"ece": ece, "nll": nll, "brier": brier}[name](np.array(probs), np.array(labels))
+        assert found == pytest.approx(value, abs=1e-12), name
+
+
+def test_nll_among_choices_and_over_the_vocabulary_are_different_metrics():
+    """The same logits: sure between the two answers, unsure among a thousand words."""
+    logits = np.zeros((4, 1000))
+    logits[:, 7] = 4.0
+    labels = np.full(4, 7)
+    among = nll_of_logits(logits, labels, choices=[3, 7])
+    whole = nll_of_logits(logits, labels)
+    assert among.value == pytest.approx(np.log(1 + np.exp(-4)), rel=1e-12)
+    assert whole.value == pytest.approx(np.log(999 * np.exp(-4) + 1), rel=1e-12)
+    assert whole.value > 100 * among.value
+    with pytest.raises(InputError, match="cannot be compared: 'mean NLL in nats over all 1000 classes'"):
+        _ = whole - among
+    other = nll_of_logits(logits + np.eye(1000)[7], labels, choices=[3, 7])
+    assert other - among == pytest.approx(np.log(1 + np.exp(-5)) - np.log(1 + np.exp(-4)), rel=1e-9)
+    with pytest.raises(InputError, match="alone"):
+        _ = among - nll_of_logits(logits, labels, choices=[4, 7])
+    with pytest.raises(InputError, match="label 7 is not among the choices"):
+        nll_of_logits(logits, labels, choices=[3, 4])
+    assert Measured(2.0, "x") - Measured(0.5, "x") == 1.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(predictions(), st.integers(1, 5), st.integers(0, 1000))
+def test_uncertainty_adds_up_and_is_mutual_information(case, draws, seed):
+    probs, _ = case
+    rng = np.random.default_rng(seed)
+    samples = softmax((np.log(probs + 1e-9) + rng.normal(size=(draws, *probs.shape))).reshape(-1, probs.shape[1]))
+    samples = samples.reshape(draws, *probs.shape)
+    parts = uncertainty_parts(samples)
+    np.testing.assert_allclose(parts["total"], parts["aleatoric"] + parts["epistemic"], atol=1e-9)
+    # I(y; w) = mean_s KL(p_s | mean)
+    mean = samples.mean(axis=0)
+    kl = np.where(samples > 0, samples * np.log(np.maximum(samples, 1e-300) / mean), 0).sum(axis=-1).mean(axis=0)
+    np.testing.assert_allclose(parts["epistemic"], kl, atol=1e-9)
+    assert (parts["epistemic"] >= 0).all()
+    if draws == 1:
+        np.testing.assert_allclose(parts["epistemic"], 0, atol=1e-12)
+
+
+def test_samples_that_agree_are_aleatoric_and_that_contradict_are_epistemic():
+    agree = uncertainty_parts(np.full((4, 1, 2), 0.5))
+    assert (agree["aleatoric"][0], agree["epistemic"][0]) == (pytest.approx(np.log(2)), 0)
+    contradict = uncertainty_parts([[[1.0, 0.0]], [[0.0, 1.0]]])
+    assert (contradict["aleatoric"][0], contradict["epistemic"][0]) == (0, pytest.approx(np.log(2)))
+    with pytest.raises(InputError, match="samples has shape"):
+        uncertainty_parts(np.ones((2, 2)))

@@ -4,4 +4,5 @@ Importing this package registers every tuner of ours with PEFT, so that `get_pef
 `PeftModel.from_pretrained` know them; no file of peft is changed.
 """
 
+from acclimate.adapters.bayesian_lora import BayesianLoraConfig as BayesianLoraConfig
 from acclimate.adapters.frame import FrameFTConfig as FrameFTConfig

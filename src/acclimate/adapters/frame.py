@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from acclimate.adapters._register import register_tuner
+from acclimate.adapters._weights import plain_weight
 from acclimate.adapters.sparse_update import SparseUpdate, Transform, shared_update
 from acclimate.adapters.tight_frames import Basis, BasisName, SupportName, draw_positions
 
@@ -236,7 +237,7 @@ class FrameFTLinear(nn.Module, BaseTunerLayer):
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter not in self.frameft_coefficients:
                 continue
-            weight = self._plain_weight()
+            weight = plain_weight(self.get_base_layer(), "FrameFT")
             merged = weight.data + self._oriented_change(adapter, weight)
             if safe_merge and not torch.isfinite(merged).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
@@ -250,22 +251,11 @@ class FrameFTLinear(nn.Module, BaseTunerLayer):
         while self.merged_adapters:
             adapter = self.merged_adapters.pop()
             if adapter in self.frameft_coefficients:
-                weight = self._plain_weight()
+                weight = plain_weight(self.get_base_layer(), "FrameFT")
                 weight.data = weight.data - self._oriented_change(adapter, weight)
 
     def _oriented_change(self, adapter: str, weight: Tensor) -> Tensor:
         return transpose(self.get_delta_weight(adapter), self.fan_in_fan_out).to(weight)
-
-    def _plain_weight(self) -> Tensor:
-        base = self.get_base_layer()
-        weight: Any = getattr(base, "weight", None)
-        plain = isinstance(weight, Tensor) and type(weight.data) is Tensor
-        if not plain or not weight.is_floating_point() or weight.element_size() < 2:
-            raise NotImplementedError(
-                f"FrameFT cannot be merged into {type(base).__name__}, whose weight is quantised: load the base model in 16 or "
-                "32 bits to merge, or use the adapter beside the weight as it is"
-            )
-        return weight
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         if self.disable_adapters and self.merged:

@@ -10,20 +10,26 @@ import typer
 from acclimate.cli.common import Json, Output, Quiet, Speaker
 
 EXAMPLES = """
-Write a run's result for use elsewhere: the PEFT adapter folder, or a whole model with the adapter merged in.
+Write a run's result for use elsewhere: the PEFT adapter folder, a whole model with the adapter merged in, or the mean (or
+draws) of a Bayesian adapter as plain LoRA folders.
 
 **Examples**
 
 ```
 acclimate export runs/choice-lora --to peft -o my-adapter
 acclimate export runs/choice-lora --to merged -o my-model
+acclimate export runs/choice-bayesian-lora --to lora --samples 8 -o my-ensemble
 ```
 """
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    to: Annotated[str, typer.Option(help="peft or merged.")],
+    to: Annotated[str, typer.Option(help="peft, merged or lora.")],
+    samples: Annotated[
+        int | None,
+        typer.Option(help="With --to lora: this many draws of a Bayesian adapter, a folder each.", show_default=False),
+    ] = None,
     output: Output = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -31,7 +37,7 @@ def export(
     from acclimate.use import export as work
 
     speaker = Speaker(as_json, quiet)
-    directory = work(run, to, output or Path(f"{run.name}-{to}"), show=speaker.show)
+    directory = work(run, to, output or Path(f"{run.name}-{to}"), show=speaker.show, samples=samples)
     speaker.result({"directory": str(directory), "format": to}, f"wrote {directory}")
 
 

@@ -21,6 +21,7 @@ Answer rows with a run's model. Reads JSONL, CSV or plain lines; streams JSONL t
 ```
 acclimate predict runs/choice-lora --input requests.txt
 acclimate predict runs/choice-lora --input rows.csv > answers.jsonl
+acclimate predict runs/choice-bayesian-lora --input requests.txt --samples 8
 echo "move 50 dollars to savings" | acclimate predict runs/choice-lora
 ```
 """
@@ -29,6 +30,13 @@ echo "move 50 dollars to savings" | acclimate predict runs/choice-lora
 def predict(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     source: Annotated[str, typer.Option("--input", "-i", help="File, bundled sample, or - for standard input.")] = "-",
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help="Average over this many draws of a Bayesian adapter's weights, and say how unsure the answer is.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -49,10 +57,10 @@ def predict(
             raise InputError(f"no file '{source}'")
         rows = [{column: line} for line in read_lines(Path(source))]
     if as_json:  # one document, as everywhere; for long inputs the stream is better
-        typer.echo(json.dumps(list(work(run, rows, show=show)), ensure_ascii=False))
+        typer.echo(json.dumps(list(work(run, rows, samples=samples, show=show)), ensure_ascii=False))
         return
     batch = 1 if source == "-" and sys.stdin.isatty() else 64
-    for row in work(run, rows, batch_size=batch, show=show):
+    for row in work(run, rows, batch_size=batch, samples=samples, show=show):
         typer.echo(json.dumps(row, ensure_ascii=False))
         sys.stdout.flush()
 

@@ -13,6 +13,7 @@ from acclimate.metrics.bootstrap import (
 from acclimate.metrics.calibration import (
     DEFINITION,
     HIGHER_IS_BETTER,
+    Measured,
     TemperatureScaler,
     accuracy,
     adaptive_ece,
@@ -22,8 +23,10 @@ from acclimate.metrics.calibration import (
     ece_of,
     macro_f1,
     nll,
+    nll_of_logits,
     reliability_bins,
     reliability_table,
+    uncertainty_parts,
 )
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "HIGHER_IS_BETTER",
     "Difference",
     "Interval",
+    "Measured",
     "TemperatureScaler",
     "accuracy",
     "adaptive_ece",
@@ -43,9 +47,11 @@ __all__ = [
     "in_words",
     "macro_f1",
     "nll",
+    "nll_of_logits",
     "paired_difference",
     "reliability_bins",
     "reliability_table",
     "summarise",
+    "uncertainty_parts",
     "verdict",
 ]

@@ -14,10 +14,13 @@ Brier, "Verification of forecasts expressed in terms of probability", 1950.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import entr
 
 from acclimate.errors import InputError
 
@@ -187,6 +190,56 @@ def reliability_bins(confidence: FloatArray, correct: NDArray[np.bool_], n_bins:
             }
         )
     return rows
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number together with what it is. Two of them can only be subtracted when they are the same thing."""
+
+    value: float
+    definition: str
+
+    def __sub__(self, other: Measured) -> float:
+        """This value minus the other. Raises InputError when their definitions differ."""
+        if self.definition != other.definition:
+            raise InputError(
+                f"these two numbers measure different things and cannot be compared: '{self.definition}' against "
+                f"'{other.definition}'. Measure both in the same way"
+            )
+        return self.value - other.value
+
+
+def nll_of_logits(logits: ArrayLike, labels: ArrayLike, choices: Sequence[int] | None = None) -> Measured:
+    """NLL of the softmax of logits (N, V), with labels in 0..V-1; `choices` restricts the softmax to these columns.
+
+    The same model has a far lower NLL among a few choices than over a whole vocabulary, so the two must never stand beside
+    each other as if they were one metric: the result says which it is. Raises InputError for a label that is not a choice.
+    """
+    z = check_scores(logits, "logits")
+    y = check_labels(labels, *z.shape)
+    if choices is None:
+        return Measured(float(row_nll(_softmax(z), y).mean()), f"mean NLL in nats over all {z.shape[1]} classes")
+    place = {column: index for index, column in enumerate(choices)}
+    if missing := set(y.tolist()) - set(place):
+        raise InputError(f"label {min(missing)} is not among the choices {list(choices)}")
+    restricted = _softmax(z[:, list(choices)])
+    value = float(row_nll(restricted, np.array([place[label] for label in y.tolist()])).mean())
+    return Measured(value, f"mean NLL in nats among the classes {', '.join(map(str, choices))} alone")
+
+
+def uncertainty_parts(samples: ArrayLike) -> dict[str, FloatArray]:
+    """How unsure an average of S predictions is, and why; samples (S, N, C) are probabilities. Each part is (N,), in nats.
+
+    total      H(mean_s p_s)      entropy of the averaged prediction
+    aleatoric  mean_s H(p_s)      what every sample is unsure of by itself
+    epistemic  total - aleatoric  mutual information of answer and weights: what the samples disagree on, at least 0
+    """
+    p = np.asarray(samples, dtype=np.float64)
+    if p.ndim != 3 or p.size == 0:
+        raise InputError(f"samples has shape {p.shape}, expected (samples, rows, classes).")
+    total = entr(p.mean(axis=0)).sum(axis=-1)
+    aleatoric = entr(p).sum(axis=-1).mean(axis=0)
+    return {"total": total, "aleatoric": aleatoric, "epistemic": np.maximum(total - aleatoric, 0)}
 
 
 class TemperatureScaler:

@@ -32,6 +32,8 @@ LABELS = {
     "brier": "Brier score",
     "margin": "Margin (nats)",
     "token_accuracy": "Token accuracy",
+    "epistemic": "Epistemic uncertainty (nats)",
+    "aleatoric": "Aleatoric uncertainty (nats)",
 }
 HIGHER = {**HIGHER_IS_BETTER, "margin": True, "token_accuracy": True}
 # What the headline shows: the first of these that was measured.
@@ -109,12 +111,17 @@ def _run(directory: Path) -> Json:
     )
     scores = evaluation or {}
     before, after = scores.get("before"), scores.get("after")
+    sampled = (after or {}).get("sampled")  # the same model, its predictions averaged over draws of its weights
     differences = scores.get("differences") or {}
     recipe = directory / "recipe.yaml"
     timings = [(name, seconds) for name, seconds in (run.get("timings") or {}).items() if seconds is not None]
     reliability = [
         {"svg": plots.reliability(entry["reliability"], title), "ece": (entry["metrics"].get("ece") or {}).get("value")}
-        for title, entry in (("Before", before), ("After", after))
+        for title, entry in (
+            ("Before", before),
+            ("After" if sampled is None else "Posterior mean", after),
+            (_draws(sampled) or "", sampled),
+        )
         if entry and entry.get("reliability")
     ]
     return {
@@ -127,6 +134,7 @@ def _run(directory: Path) -> Json:
         "has_evaluation": evaluation is not None,
         "before": before,
         "after": after,
+        "sampled": _draws(sampled),
         "metric_rows": _metric_rows(before, after, differences),
         "definition": (after or before or {}).get("definition"),
         "loss": plots.loss_curve(rows) if rows else None,
@@ -291,15 +299,21 @@ def _headline(before: Json | None, after: Json | None, differences: Json) -> Jso
     }
 
 
+def _draws(sampled: Json | None) -> str | None:
+    return f"Average of {numbers.count(sampled['draws'])} draws" if sampled else None
+
+
 def _metric_rows(before: Json | None, after: Json | None, differences: Json) -> list[Json]:
-    then, now = ((entry or {}).get("metrics") or {} for entry in (before, after))
-    names = list(dict.fromkeys([*now, *then]))
+    sampled = (after or {}).get("sampled")
+    then, now, drawn = ((entry or {}).get("metrics") or {} for entry in (before, after, sampled))
+    names = list(dict.fromkeys([*now, *then, *drawn]))
     return [
         {
             "name": name,
             "hint": _hint(name),
             "before": then.get(name),
             "after": now.get(name),
+            "sampled": drawn.get(name),
             "difference": differences.get(name),
         }
         for name in names

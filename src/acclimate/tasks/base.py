@@ -8,6 +8,7 @@ from __future__ import annotations
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,12 @@ from acclimate.errors import InputError, did_you_mean
 from acclimate.metrics import (
     DEFINITION,
     HIGHER_IS_BETTER,
+    bootstrap_interval,
     in_words,
     paired_difference,
     reliability_table,
     summarise,
+    uncertainty_parts,
     verdict,
 )
 from acclimate.recipe import Recipe
@@ -44,6 +47,20 @@ class Examples:
     skipped: int = 0
 
 
+@dataclass(frozen=True)
+class Draws:
+    """How many draws of an adapter's weights a prediction averages over; the same seed makes the same draws."""
+
+    count: int
+    seed: int
+
+    def of(self, model: Any) -> AbstractContextManager[None]:
+        """Inside, the model answers every batch `count` times, one block of rows a draw."""
+        import torch
+
+        return model.base_model.posterior_samples(self.count, torch.Generator().manual_seed(self.seed))
+
+
 @dataclass
 class Evaluation:
     """Scores of one model on one set of rows. `predictions` has one row per example, in their order."""
@@ -59,6 +76,8 @@ class Evaluation:
     classes: list[str] | None = None
     seconds: float = 0.0
     truncated: int = 0
+    draws: int | None = None
+    sampled: Evaluation | None = None
 
     def __getitem__(self, metric: str) -> float:
         return self.metrics[metric]["value"]
@@ -66,7 +85,10 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, without the predictions (they have their own file)."""
         names = ("metrics", "reliability", "classes", "per_class", "definition", "seconds", "truncated")
-        return {name: getattr(self, name) for name in names} | {"n": len(self.predictions)}
+        content = {name: getattr(self, name) for name in names} | {"n": len(self.predictions)}
+        if self.draws is not None:
+            content["draws"] = self.draws
+        return content | ({"sampled": self.sampled.to_dict()} if self.sampled else {})
 
 
 class Task(ABC):
@@ -77,6 +99,7 @@ class Task(ABC):
     peft_type = "CAUSAL_LM"
     metric = "accuracy"
     higher_is_better = True
+    averages = False  # whether predictions can be averaged over draws of an adapter's weights
     columns: tuple[str, ...] = ()
     cut = "prompts longer than the limit lost their beginning (answers are whole)"
 
@@ -121,6 +144,21 @@ class Task(ABC):
         advance: Callable[[int], None] = lambda count: None,
     ) -> list[Row]:
         """One row an example, with what was predicted and, where the answer is known, how well."""
+
+    def predict_sampled(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        examples: Examples,
+        recipe: Recipe,
+        draws: Draws,
+        advance: Callable[[int], None] = lambda count: None,
+    ) -> list[Row]:
+        """`predict` by the mean over draws of the weights of the probabilities; rows also say how unsure that is, and why.
+
+        Only for tasks with `averages`: those that predict probabilities of a few answers.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
@@ -259,11 +297,15 @@ def classification(task: Task, predictions: list[Row], seed: int) -> Evaluation:
         for row in predictions:
             grouped[row["label"]].append(row["correct"])
         per_class = [{"class": k, "n": len(v), "accuracy": float(np.mean(v))} for k, v in grouped.items()]
+    metrics = summarise(probs, answers, seed=seed)
+    for name in ("epistemic", "aleatoric"):
+        if name in predictions[0]:
+            metrics[name] = bootstrap_interval(np.mean, [row[name] for row in predictions], seed=seed).to_dict()
     return Evaluation(
         task=task.name,
         metric=task.metric,
         higher_is_better=task.higher_is_better,
-        metrics=summarise(probs, answers, seed=seed),
+        metrics=metrics,
         predictions=[{k: v for k, v in row.items() if not k.startswith("_")} for row in predictions],
         definition=DEFINITION,
         reliability=reliability_table(probs, answers),
@@ -291,6 +333,13 @@ def describe(probs: Any, names: Sequence[str], answer: int | None) -> Row:
             "_answer": answer,
         }
     return row
+
+
+def describe_samples(samples: Any, names: Sequence[str], answer: int | None) -> Row:
+    """`describe` of the mean of samples (S, C), and the `total`, `aleatoric` and `epistemic` uncertainty in nats."""
+    values = np.asarray(samples, dtype=float)
+    parts = uncertainty_parts(values[:, None])
+    return describe(values.mean(axis=0), names, answer) | {name: float(part[0]) for name, part in parts.items()}
 
 
 def label_index(value: Any, names: Sequence[str], where: str) -> int:

@@ -23,14 +23,25 @@ from acclimate.arguments import arguments
 from acclimate.data import Row, Table, require_columns
 from acclimate.errors import InputError
 from acclimate.recipe import Recipe
-from acclimate.scoring import Item, choice_logprobs, edge_logprobs, pack, score, scored_logits
+from acclimate.scoring import (
+    Item,
+    Score,
+    choice_logprobs,
+    edge_logprobs,
+    pack,
+    score,
+    score_copies,
+    scored_logits,
+)
 from acclimate.tasks.base import (
+    Draws,
     Evaluation,
     Examples,
     Task,
     classification,
     context_length,
     describe,
+    describe_samples,
     fill_template,
     fit,
     label_index,
@@ -53,6 +64,7 @@ class _Example:
 
 class Choice(Task):
     name = "choice"
+    averages = True
 
     def complete(self, recipe: Recipe, table: Table) -> Recipe:
         if "choices" in table.columns:
@@ -164,20 +176,52 @@ class Choice(Task):
         advance: Callable[[int], None] = lambda n: None,
     ) -> list[Row]:
         def share(indices: list[int]) -> list[Row]:
-            scores = score(model, [examples.items[i].item for i in indices], tokenizer.pad_token_id, advance=advance)
+            items = [examples.items[i].item for i in indices]
+            scores = score(model, items, tokenizer.pad_token_id, advance=advance)
+            return [
+                _head(examples, index)
+                | describe(_probs(choices, recipe), examples.items[index].names, examples.items[index].answer)
+                for index, choices in zip(indices, scores, strict=True)
+            ]
+
+        return sharded(share, len(examples.items), model)
+
+    def predict_sampled(
+        self,
+        model: Any,
+        tokenizer: Any,
+        examples: Examples,
+        recipe: Recipe,
+        draws: Draws,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> list[Row]:
+        def share(indices: list[int]) -> list[Row]:
+            items = [examples.items[i].item for i in indices]
+            with draws.of(model):
+                scores = score_copies(model, items, tokenizer.pad_token_id, draws.count, advance=advance)
             rows = []
-            for index, choices in zip(indices, scores, strict=True):
-                values = np.array([c.logprobs.mean() if recipe.length_normalise else c.total for c in choices])
-                probs = np.exp(values - values.max())
-                example, row = examples.items[index], examples.rows[index]
-                head = {"id": row.get("id", str(index)), "text": row.get("text", row["_prompt"])}
-                rows.append(head | describe(probs / probs.sum(), example.names, example.answer))
+            for index, *copies in zip(indices, *scores, strict=True):
+                samples = [_probs(choices, recipe) for choices in copies]
+                example = examples.items[index]
+                rows.append(_head(examples, index) | describe_samples(samples, example.names, example.answer))
             return rows
 
         return sharded(share, len(examples.items), model)
 
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
         return classification(self, predictions, seed)
+
+
+def _head(examples: Examples, index: int) -> Row:
+    row = examples.rows[index]
+    return {"id": row.get("id", str(index)), "text": row.get("text", row["_prompt"])}
+
+
+def _probs(choices: list[Score], recipe: Recipe) -> np.ndarray:
+    """Probabilities of the choices among themselves, (C,)."""
+    values = np.array([c.logprobs.mean() if recipe.length_normalise else c.total for c in choices])
+    probs = np.exp(values - values.max())
+    return probs / probs.sum()
 
 
 class _Collator:

@@ -6,10 +6,10 @@ Rows: `text` and `label`. The head is new, so the untouched model's score is cha
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithPadding, Trainer
@@ -20,12 +20,14 @@ from acclimate.errors import InputError
 from acclimate.models import trained_labels
 from acclimate.recipe import Recipe
 from acclimate.tasks.base import (
+    Draws,
     Evaluation,
     Examples,
     Task,
     classification,
     context_length,
     describe,
+    describe_samples,
     label_index,
     labels_found,
     sharded,
@@ -35,6 +37,7 @@ from acclimate.training import ExampleMeanTrainer
 
 class Classify(Task):
     name = "classify"
+    averages = True
     auto_class = "AutoModelForSequenceClassification"
     peft_type = "SEQ_CLS"
     columns = ("text", "label")
@@ -101,7 +104,6 @@ class Classify(Task):
             show=show,
         )
 
-    @torch.no_grad()
     def predict(
         self,
         model: Any,
@@ -109,6 +111,29 @@ class Classify(Task):
         examples: Examples,
         recipe: Recipe,
         advance: Callable[[int], None] = lambda n: None,
+    ) -> list[Row]:
+        return self._predict(model, tokenizer, examples, recipe, None, advance)
+
+    def predict_sampled(
+        self,
+        model: Any,
+        tokenizer: Any,
+        examples: Examples,
+        recipe: Recipe,
+        draws: Draws,
+        advance: Callable[[int], None] = lambda n: None,
+    ) -> list[Row]:
+        return self._predict(model, tokenizer, examples, recipe, draws, advance)
+
+    @torch.no_grad()
+    def _predict(
+        self,
+        model: Any,
+        tokenizer: Any,
+        examples: Examples,
+        recipe: Recipe,
+        draws: Draws | None,
+        advance: Callable[[int], None],
     ) -> list[Row]:
         names = list(recipe.labels or [])
         device = next(model.parameters()).device
@@ -120,18 +145,25 @@ class Classify(Task):
                 batch = order[start : start + 32]
                 ids = [{"input_ids": examples.items[indices[k]]["input_ids"]} for k in batch]
                 inputs = tokenizer.pad(ids, return_tensors="pt").to(device)
-                probs = torch.softmax(model(**inputs).logits.double(), dim=-1).cpu().numpy()
-                for k, values in zip(batch, probs, strict=True):
+                probs = torch.softmax(model(**inputs).logits.double(), dim=-1).unflatten(0, (-1, len(batch)))
+                for k, samples in zip(batch, probs.transpose(0, 1).cpu().numpy(), strict=True):
                     item, row = examples.items[indices[k]], examples.rows[indices[k]]
                     head = {"id": row.get("id", str(indices[k])), "text": row["text"]}
-                    rows[k] = head | describe(np.asarray(values), names, item.get("labels"))
+                    answer = item.get("labels")
+                    found = (
+                        describe(samples[0], names, answer)
+                        if draws is None
+                        else describe_samples(samples, names, answer)
+                    )
+                    rows[k] = head | found
                 advance(len(batch))
             return rows
 
         training = model.training
         model.eval()
         try:
-            return sharded(share, len(examples.items), model)
+            with nullcontext() if draws is None else draws.of(model):
+                return sharded(share, len(examples.items), model)
         finally:
             model.train(training)
 
