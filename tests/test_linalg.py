@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from acclimate.linalg import (
     complete_basis,
+    effective_rank,
     eigh_descending,
     leading_eigh,
     nystrom_eigh,
     overlap,
     participation_ratio,
+    polar_factor,
     symmetric_power,
 )
 
@@ -92,3 +94,32 @@ def test_nystrom_is_exact_on_low_rank_and_close_on_decay() -> None:
     test = random(30, 16, seed=4)
     found, exact = nystrom_eigh(decay @ test, test)[1][:, :4], eigh_descending(decay)[1][:, :4]
     assert overlap(found, exact) > 0.9999
+
+
+def test_eigenvectors_and_signs_of_a_batch_are_those_of_each_matrix() -> None:
+    square = torch.randn(3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    square = square @ square.mT
+    values, vectors = eigh_descending(square)
+    for index, matrix in enumerate(square):
+        one_values, one_vectors = eigh_descending(matrix)
+        assert torch.allclose(values[index], one_values, rtol=1e-12)
+        assert torch.allclose(vectors[index], one_vectors, atol=1e-10)
+
+
+def test_effective_rank_of_flat_decaying_and_zero_spectra() -> None:
+    sigma = torch.tensor([[3.0, 3.0, 3.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.5, 0.25, 0.125, 0.125]])
+    # the entropy of (1/2, 1/4, 1/8, 1/8) is 7/4 bits
+    assert torch.allclose(effective_rank(sigma), torch.tensor([3.0, 1.0, 0.0, 2**1.75]))
+
+
+def test_the_polar_factor_is_the_nearest_isometry_and_unique_when_rank_is_missing() -> None:
+    generator = torch.Generator().manual_seed(2)
+    tall = torch.randn(2, 8, 3, dtype=torch.float64, generator=generator)
+    factor = polar_factor(tall)
+    assert torch.allclose(factor.mT @ factor, torch.eye(3, dtype=torch.float64).expand(2, 3, 3), atol=1e-12)
+    positive = factor.mT @ tall  # the other factor of the polar decomposition: symmetric and positive
+    assert torch.allclose(positive, positive.mT, atol=1e-12)
+    assert torch.allclose(torch.linalg.eigvalsh(positive), torch.linalg.svdvals(tall).flip(-1))
+    twice = torch.cat([tall[0, :, :1], tall[0, :, :1]], dim=1)
+    assert torch.allclose(polar_factor(twice), twice / twice.norm(), atol=1e-12)
+    assert not polar_factor(torch.zeros(4, 2, dtype=torch.float64)).any()

@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def eigh_descending(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (n,), largest first, and eigenvectors (n, n) in columns, of a symmetric matrix.
+    """Eigenvalues (..., n), largest first, and eigenvectors (..., n, n) in columns, of symmetric matrices.
 
     Signs are fixed (the largest entry of each vector is positive), so that the same matrix always gives the same vectors.
     """
     values, vectors = torch.linalg.eigh(matrix.double())
-    return values.flip(0), fix_signs(vectors.flip(1))
+    return values.flip(-1), fix_signs(vectors.flip(-1))
 
 
 def fix_signs(vectors: Tensor) -> Tensor:
-    """The columns of (n, k), each with its largest entry made positive."""
-    largest = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True))
+    """The columns of (..., n, k), each with its largest entry made positive."""
+    largest = vectors.gather(-2, vectors.abs().argmax(dim=-2, keepdim=True))
     return vectors * torch.where(largest < 0, -1.0, 1.0)
 
 
@@ -48,6 +48,25 @@ def leading_eigh(matrix: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def participation_ratio(matrix: Tensor) -> float:
     """tr(M)^2 / ||M||_F^2 of a positive semi-definite M: how many directions carry it, from 1 to n."""
     return float(matrix.double().trace().square() / matrix.double().square().sum())
+
+
+def effective_rank(singular_values: Tensor) -> Tensor:
+    """exp(entropy) of (..., n) singular values divided by their sum (Roy and Vetterli, 2007): from 1 to n, and 0 for a zero matrix."""
+    total = singular_values.sum(-1, keepdim=True)
+    shares = singular_values / torch.where(total > 0, total, 1.0)
+    return torch.where(total[..., 0] > 0, torch.special.entr(shares).sum(-1).exp(), 0.0)
+
+
+def polar_factor(matrix: Tensor, tolerance: float = 1e-6) -> Tensor:
+    """P Q^T (..., m, n) of the thin SVD P D Q^T: the nearest matrix with orthonormal columns (symmetric orthogonalisation).
+
+    Directions with D below `tolerance` times the largest are left out, which makes the result unique: a partial isometry. It is taken
+    from the n x n Gram matrix, in half the time of an SVD; the error grows with the square of the condition number. float64 in and out.
+    """
+    values, vectors = torch.linalg.eigh(matrix.mT @ matrix)
+    keep = values > tolerance**2 * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+    half = vectors * torch.where(keep, values, torch.inf).rsqrt()[..., None, :]
+    return matrix @ (half @ vectors.mT)
 
 
 def overlap(first: Tensor, second: Tensor) -> float:

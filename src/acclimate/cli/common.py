@@ -71,9 +71,9 @@ class Speaker:
 def run_app(arguments: list[str]) -> int:
     """Run a command and turn what goes wrong into one message and an exit code."""
     _calm_libraries()
-    from acclimate.cli import bench, chat, compare, doctor, evaluate, export, methods, models, predict, tune
+    from acclimate.cli import bench, chat, compare, doctor, evaluate, export, merge, methods, models, predict, tune
 
-    for module in (tune, evaluate, predict, chat, compare, export, methods, bench, models, doctor):
+    for module in (tune, evaluate, predict, chat, compare, export, merge, methods, bench, models, doctor):
         module.register(app)
     try:
         code = app(arguments, standalone_mode=False)
@@ -124,7 +124,7 @@ def _calm_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     warnings.filterwarnings("ignore")
-    for name in ("transformers", "peft", "trl", "accelerate", "datasets"):
+    for name in ("transformers", "peft", "trl", "accelerate", "datasets", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
