@@ -100,7 +100,20 @@ COMMANDS = _commands()
 
 @pytest.fixture(scope="module")
 def command_line() -> Any:
-    names = ("tune", "evaluate", "predict", "chat", "compare", "export", "merge", "methods", "bench", "models", "doctor")
+    names = (
+        "tune",
+        "evaluate",
+        "predict",
+        "chat",
+        "compare",
+        "export",
+        "merge",
+        "soup",
+        "methods",
+        "bench",
+        "models",
+        "doctor",
+    )
     app = typer.Typer()
     for name in names:
         importlib.import_module(f"acclimate.cli.{name}").register(app)

@@ -207,13 +207,14 @@ def loss(model: nn.Module, name: str, rows: slice = slice(None)) -> Tensor:
     return nn.functional.cross_entropy(found.flatten(0, -2), labels(name)[rows].flatten())
 
 
-def one_step(rank: int, world: int, port: int, adapter: str, output: str) -> None:
+def one_step(rank: int, world: int, adapter: str, output: str) -> None:
     """One SGD step of this rank's share of the batch under DDP; rank 0 saves the adapter's weights."""
     import torch.distributed as dist
     from safetensors.torch import save_file
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    # they meet at a file: a port that was free a moment ago may be somebody else's now
+    dist.init_process_group("gloo", init_method=f"file://{output}.meeting", rank=rank, world_size=world)
     row, architecture = ADAPTERS[adapter], ARCHITECTURES["llama"]
     model = row.attach(architecture, trained=True)
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 else model

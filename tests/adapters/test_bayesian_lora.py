@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import socket
 import subprocess
 import sys
 import warnings
@@ -916,13 +915,13 @@ def test_the_weight_of_the_kl_rises_between_its_two_shares() -> None:
     assert kl_loss(model, 0.0).item() == pytest.approx(0.4 * kl_divergence(model).total.item() / 50)
 
 
-def drawn_step(rank: int, world: int, port: int, output: str) -> None:
+def drawn_step(rank: int, world: int, output: str) -> None:
     """One SGD step of this rank's rows, with a draw and the KL; rank 0 saves the weights."""
     import torch.distributed as dist
     from safetensors.torch import save_file
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{output}.meeting", rank=rank, world_size=world)
     model = make(trained=True, kl_schedule=(0.0, 0.0)).train()
     parallel = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     share = BATCH // world
@@ -941,11 +940,8 @@ def drawn_step(rank: int, world: int, port: int, output: str) -> None:
 def test_two_processes_with_one_draw_equal_one(tmp_path: Path) -> None:
     found = {}
     for world in (1, 2):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         output = tmp_path / f"{world}.safetensors"
-        torch.multiprocessing.spawn(drawn_step, (world, port, str(output)), nprocs=world)
+        torch.multiprocessing.spawn(drawn_step, (world, str(output)), nprocs=world)
         found[world] = load_file(output)
     for key, value in found[1].items():
         torch.testing.assert_close(found[2][key], value, rtol=1e-4, atol=1e-5)

@@ -71,9 +71,22 @@ class Speaker:
 def run_app(arguments: list[str]) -> int:
     """Run a command and turn what goes wrong into one message and an exit code."""
     _calm_libraries()
-    from acclimate.cli import bench, chat, compare, doctor, evaluate, export, merge, methods, models, predict, tune
+    from acclimate.cli import (
+        bench,
+        chat,
+        compare,
+        doctor,
+        evaluate,
+        export,
+        merge,
+        methods,
+        models,
+        predict,
+        soup,
+        tune,
+    )
 
-    for module in (tune, evaluate, predict, chat, compare, export, merge, methods, bench, models, doctor):
+    for module in (tune, evaluate, predict, chat, compare, export, merge, soup, methods, bench, models, doctor):
         module.register(app)
     try:
         code = app(arguments, standalone_mode=False)

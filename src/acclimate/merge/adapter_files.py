@@ -36,11 +36,11 @@ UNDERSTOOD = {
 # Starts that leave the base model as it is; the others take something out of its weights.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass
@@ -119,6 +119,25 @@ def in_memory(label: str, config: dict[str, Any], state: Mapping[str, Tensor]) -
 
 
 def _open_safetensors(label: str, config: dict[str, Any], path: Path) -> Adapter:
+    header, read = open_safetensors(path)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise InputError(f"'{name}' of adapter '{label}' has type {entry['dtype']}, which cannot be merged")
+    return Adapter(
+        label,
+        config,
+        {name: tuple(entry["shape"]) for name, entry in header.items()},
+        {name: DTYPES[entry["dtype"]] for name, entry in header.items()},
+        read,
+        path,
+    )
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, Any], Callable[[str], Tensor]]:
+    """The header's entries ("dtype", "shape", "data_offsets") by name, and a function that reads the tensor of a name.
+
+    Raises InputError for a file that is damaged or not complete.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -128,13 +147,8 @@ def _open_safetensors(label: str, config: dict[str, Any], path: Path) -> Adapter
         raise InputError(f"'{path}' is damaged or incomplete: {error}") from None
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header: dict[str, Any] = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise InputError(f"'{name}' of adapter '{label}' has type {entry['dtype']}, which cannot be merged")
-    dtypes = {name: _DTYPES[entry["dtype"]] for name, entry in header.items()}
-    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
 
     def read(name: str) -> Tensor:
         start, end = header[name]["data_offsets"]
@@ -143,10 +157,11 @@ def _open_safetensors(label: str, config: dict[str, Any], path: Path) -> Adapter
             file.seek(8 + size + start)
             if file.readinto(data) != len(data):
                 raise InputError(f"'{path}' is incomplete: it became shorter while it was read")
-        flat = torch.frombuffer(data, dtype=dtypes[name]) if data else torch.empty(0, dtype=dtypes[name])
-        return flat.reshape(shapes[name])
+        dtype = DTYPES[header[name]["dtype"]]
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(header[name]["shape"])
 
-    return Adapter(label, config, shapes, dtypes, read, path)
+    return header, read
 
 
 def check_config(adapter: Adapter) -> None:
@@ -337,7 +352,7 @@ class StreamedFile:
     def write(self, name: str, value: Tensor) -> None:
         """Put a tensor, converted to the type that the header says, in its place."""
         entry = self.header[name]
-        flat = value.detach().to("cpu", _DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
+        flat = value.detach().to("cpu", DTYPES[entry["dtype"]]).contiguous().flatten().view(torch.uint8)
         assert tuple(value.shape) == tuple(entry["shape"]), name
         self.file.seek(self.begin + entry["data_offsets"][0])
         self.file.write(flat.numpy().data)

@@ -158,7 +158,7 @@ def _merge_batches(
             row["seconds"] = (time.perf_counter() - start) / len(batch)
         return tensors, rows
 
-    for index, (tensors, rows) in _in_order(work, batches, done, plan.jobs):
+    for index, (tensors, rows) in in_order(work, batches, done, plan.jobs):
         for name, value in tensors:
             if not value.isfinite().all():
                 raise ValueError(
@@ -170,7 +170,7 @@ def _merge_batches(
     show.stop()
 
 
-def _in_order(work: Callable[[Any], Any], batches: list[Any], done: set[int], jobs: int) -> Iterator[tuple[int, Any]]:
+def in_order(work: Callable[[Any], Any], batches: list[Any], done: set[int], jobs: int) -> Iterator[tuple[int, Any]]:
     """(number, result) of the batches not done; with several jobs, no more than these are held in memory."""
     todo = [index for index in range(len(batches)) if index not in done]
     if jobs == 1:
@@ -245,7 +245,7 @@ def _needed_rank(plan: MergePlan, show: Silent) -> int:
     def work(batch: list[Module]) -> list[Tensor]:
         return [spectrum for _, core in merge_modules(plan, batch) for spectrum in core.sigma.cpu()]
 
-    for _, found in _in_order(work, batches, set(), plan.jobs):
+    for _, found in in_order(work, batches, set(), plan.jobs):
         spectra += found
         show.advance(len(found))
     show.stop()

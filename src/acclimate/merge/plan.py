@@ -170,26 +170,35 @@ def make_plan(
         raise InputError(
             f"the adapters belong to different base models: {named}. If these are the same model, say --allow-different-base"
         )
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device is cpu or cuda, not '{device}'") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise MissingError("device 'cuda' is not here. Available: cpu")
+    place = named_device(device)
     modules, extras = find_modules(adapters)
     if settings.rule == "mean" and sum(weights) == 0:
         raise ValueError("the weights add up to 0: they have no mean")
     widest = modules[0].dtype
     for module in modules:
         widest = torch.promote_types(widest, module.dtype)
-    plan = MergePlan(adapters, modules, extras, weights, settings, _dtype(dtype, widest), place, jobs, modules_to_save)
+    plan = MergePlan(
+        adapters, modules, extras, weights, settings, named_dtype(dtype) or widest, place, jobs, modules_to_save
+    )
     _check_extras(plan)
     return plan
 
 
-def _dtype(name: str | torch.dtype | None, widest: torch.dtype) -> torch.dtype:
+def named_device(name: str) -> torch.device:
+    """Raises ValueError for what is no device and MissingError for one that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is cpu or cuda, not '{name}'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise MissingError("device 'cuda' is not here. Available: cpu")
+    return device
+
+
+def named_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """A floating type by its name; None stays None."""
     if name is None or isinstance(name, torch.dtype):
-        return name or widest
+        return name
     known = ("float64", "float32", "float16", "bfloat16")
     if name not in known:
         raise ValueError(f"dtype is {', '.join(known)}; not '{name}'")

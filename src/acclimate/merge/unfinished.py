@@ -7,10 +7,16 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from acclimate.merge.adapter_files import StreamedFile
-from acclimate.runs import PARTIAL, _acquire, replacing
+from acclimate.runs import PARTIAL, _acquire, _remove, replacing
+
+
+class Syncs(Protocol):
+    """A file, or several, whose tensors can be waited for until they are on the disk."""
+
+    def sync(self) -> None: ...
+
 
 JOURNAL_SECONDS = 2.0  # so much work a kill can cost, at most
 
@@ -42,7 +48,7 @@ class Unfinished:
             return
         for file in self.path.iterdir():
             if file.name != ".lock":
-                file.unlink()
+                _remove(file)
         self._append([json.dumps(fingerprint)])
 
     def _lines(self) -> list[Any]:
@@ -62,7 +68,7 @@ class Unfinished:
         self.rank = rank
         self._append([json.dumps({"rank": rank})])
 
-    def record(self, batch: int, rows: list[dict[str, Any]], file: StreamedFile) -> None:
+    def record(self, batch: int, rows: list[dict[str, Any]], file: Syncs) -> None:
         """Note that a batch's tensors have been written to `file`."""
         self.done[batch] = rows
         self.waiting.append(json.dumps({"batch": batch, "rows": rows}))
