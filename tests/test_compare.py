@@ -194,3 +194,14 @@ def test_interrupt_keeps_the_cell(tiny_lm: Path, colour_files: tuple[Path, Path]
     assert "--resume c" in stderr
     assert json.loads((metrics.parent / "run.json").read_text())["status"] == "interrupted"
     assert list((metrics.parent / "checkpoints").glob("checkpoint-*"))
+
+
+def test_our_own_adapters_and_starts_take_part(tiny_lm: Path, colour_files: tuple[Path, Path], tmp_path: Path) -> None:
+    common = {"seeds": 1, "budget": "steps=2", **settings(tiny_lm, colour_files)}
+    adapters = compare(vary={"adapter": ["frameft", "bayesian-lora"]}, directory=tmp_path / "adapters", **common)
+    starts = compare(vary={"init": ["default", "fisher"]}, directory=tmp_path / "starts", **common)
+    for document, names in ((adapters.document, 2), (starts.document, 2)):
+        assert [cell["error"] for cell in document["cells"]] == [None] * names
+        assert all(cell["trainable"] > 0 for cell in document["cells"])
+    first, second = (cell["trainable"] for cell in starts.document["cells"])
+    assert first == second  # a start changes no sizes
