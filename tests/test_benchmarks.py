@@ -25,6 +25,17 @@ def test_overhead_runs(tmp_path: Path) -> None:
     assert result["label_only"].keys() >= {"time_ratio", "memory_growth_ratio"}
 
 
+@pytest.mark.embedded
+def test_fisher_init_runs(tmp_path: Path) -> None:
+    output = tmp_path / "fisher_init.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "fisher_init.py"), "--fast", "--output", str(output)]
+    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
+    result = json.loads(output.read_text())
+    assert result["rows"] == 2
+    assert result["q and v"].keys() == {"lora-ga_ratio", "eva_ratio", "epoch_ratio", "seconds"}
+    assert all(len(values) == 1 for values in result["q and v"]["seconds"].values())
+
+
 def test_the_committed_numbers_are_those_the_docs_show() -> None:
     result = json.loads((ROOT / "benchmarks" / "overhead.json").read_text())
     text = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")
