@@ -1,6 +1,6 @@
 """How long finding a Fisher start takes next to PEFT's data-driven starts, on the same batches. Ratios in one run, taking turns.
 
-    python benchmarks/fisher_init.py            # about five minutes on two idle cores
+    python benchmarks/fisher_init.py            # about ten minutes on two idle cores
     python benchmarks/fisher_init.py --fast     # a smoke test with one round and few rows
 
 SmolLM2-135M-Instruct, LoRA r=8, worked GSM8K problems of at most 112 tokens in batches of 8, loss on the answer. LoRA-GA and
@@ -124,7 +124,7 @@ def main() -> None:
             f"{other}_ratio": round(middle["fisher"] / middle[other], 3) for other in SYSTEMS if other != "fisher"
         }
         result[name] = {**ratios, "seconds": seconds}
-    arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 
