@@ -36,7 +36,7 @@ from acclimate.adapters.bayesian_lora.predict import (
 )
 from acclimate.adapters.bayesian_lora.training import BayesianTrainerMixin, KLCallback, kl_divergence, kl_loss
 from acclimate.metrics import uncertainty_parts
-from adapters.matrix import ARCHITECTURES, BATCH, VOCABULARY, disturb, inputs, logits, loss
+from adapters.matrix import ARCHITECTURES, BATCH, VOCABULARY, disturb, inputs, leave, logits, loss
 
 FAMILIES = sorted(inducing.FAMILIES)
 PUBLISHED = {"parameterization": "published", "max_lambda": 0.03, "max_sd": 0.1}
@@ -934,7 +934,7 @@ def drawn_step(rank: int, world: int, output: str) -> None:
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
     if rank == 0:
         save_file({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}, output)
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_with_one_draw_equal_one(tmp_path: Path) -> None:
