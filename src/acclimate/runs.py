@@ -66,7 +66,7 @@ def replacing(path: Path) -> Iterator[Path]:
     with storage_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f"{PARTIAL}{os.getpid()}-{path.name}"
-        _remove(temporary)
+        remove(temporary)
         try:
             yield temporary
             if temporary.is_dir():
@@ -74,13 +74,13 @@ def replacing(path: Path) -> Iterator[Path]:
                     if file.is_file():
                         file.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
                         _sync(file)
-                _remove(path)  # a directory cannot be renamed over a filled one
+                remove(path)  # a directory cannot be renamed over a filled one
             else:
                 _sync(temporary)
             os.replace(temporary, path)
             _sync(path.parent)
         except BaseException:
-            _remove(temporary)
+            remove(temporary)
             raise
 
 
@@ -92,7 +92,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -172,9 +172,9 @@ class Run:
         if self.writer:
             with storage_errors(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = _acquire(self.path)
+                self._lock = acquire(self.path)
             for leftover in [*self.path.glob(f"{PARTIAL}*"), *(self.path / "checkpoints").glob(f"{PARTIAL}*")]:
-                _remove(leftover)
+                remove(leftover)
             if (self / "run.json").exists():  # it may have changed between construction and the lock
                 self.info = read_json(self / "run.json")
         return self
@@ -217,7 +217,7 @@ class Run:
             self.info.setdefault("timings", {})[name] = round(spent, 3)
 
 
-def _acquire(path: Path) -> int:
+def acquire(path: Path) -> int:
     import fcntl
 
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

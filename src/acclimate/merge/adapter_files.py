@@ -63,8 +63,7 @@ class Adapter:
     def finite(self, name: str) -> Tensor:
         """Read a tensor; raises InputError where it holds NaN or infinity."""
         value = self.read(name)
-        # a sum is ten times as fast as the look at every value, which follows only where the sum is not finite
-        if value.is_floating_point() and not value.sum().isfinite() and not value.isfinite().all():
+        if count_not_finite(value):
             raise InputError(f"'{name}' of adapter '{self.label}' has values that are not finite numbers")
         return value
 
@@ -96,15 +95,35 @@ def _directory(path: str | Path) -> Path:
     for place in (where, where / "adapter"):
         if (place / CONFIG).exists():
             return place
-    if not where.exists() and len(where.parts) == 2 and not where.is_absolute():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(str(path), local_files_only=True))
-        except (LocalEntryNotFoundError, ValueError):
-            raise InputError(f"no directory '{path}', and no adapter of this name in the local hub cache") from None
+    if may_be_hub_id(where):
+        if (cached := cached_snapshot(where)) is not None:
+            return cached
+        raise InputError(f"no directory '{path}', and no adapter of this name in the local hub cache")
     raise InputError(f"no {CONFIG} in '{path}': it is not a PEFT adapter directory")
+
+
+def may_be_hub_id(where: Path) -> bool:
+    """Whether a path that is not there could be a name on the hub: owner/name."""
+    return not where.exists() and len(where.parts) == 2 and not where.is_absolute()
+
+
+def cached_snapshot(name: Path) -> Path | None:
+    """The directory of a hub id in the local cache; None where it is not there. Nothing is fetched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(name), local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+
+
+def count_not_finite(value: Tensor, infinity: bool = False) -> int:
+    """How many values are NaN or, unless it is allowed, infinite."""
+    # a sum is ten times as fast as the look at every value, which follows only where the sum is not finite
+    if not value.is_floating_point() or value.sum().isfinite():
+        return 0
+    return int((value.isnan() if infinity else ~value.isfinite()).sum())
 
 
 def in_memory(label: str, config: dict[str, Any], state: Mapping[str, Tensor]) -> Adapter:

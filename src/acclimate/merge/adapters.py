@@ -22,7 +22,7 @@ from acclimate.merge.adapter_files import CONFIG, WEIGHTS, Module, StreamedFile,
 from acclimate.merge.circumerge import Basis, Core, RankDeficient, merge_core
 from acclimate.merge.plan import MergePlan, plan_merge
 from acclimate.merge.report import MergeReport, fingerprint, made_with, make_report, module_row, rank_for, readme
-from acclimate.merge.unfinished import Unfinished
+from acclimate.merge.unfinished import Unfinished, refuse_existing
 from acclimate.runs import storage_errors, write_json, write_text
 from acclimate.show import Silent
 
@@ -99,12 +99,10 @@ def merge_in_memory(
 
 def _merge_to(plan: MergePlan, out: Path, overwrite: bool, show: Silent) -> MergeReport:
     start = time.perf_counter()
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise InputError(f"'{out}' exists. Choose another place with -o, or replace it with --overwrite")
+    refuse_existing(out, overwrite)
     with storage_errors(out):
         hashes = [adapter.sha256() for adapter in plan.adapters]
-        unfinished = Unfinished(out, fingerprint(plan, hashes))
-        try:
+        with Unfinished(out, fingerprint(plan, hashes)) as unfinished:
             rank = plan.rank or unfinished.rank
             if rank is None:
                 rank = _needed_rank(plan, show)
@@ -124,11 +122,6 @@ def _merge_to(plan: MergePlan, out: Path, overwrite: bool, show: Silent) -> Merg
             write_json(unfinished.path / "merge_report.json", {**asdict(report), "made_with": made_with(plan, hashes)})
             write_text(unfinished.path / "README.md", readme(plan, rank, hashes))
             unfinished.finish(out)
-        except (InputError, ValueError):  # other inputs are needed, so this part of a result is of no use
-            unfinished.discard()
-            raise
-        finally:
-            unfinished.release()
     return report
 
 

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from acclimate.errors import InputError
-from acclimate.merge.adapter_files import CONFIG, DTYPES, StreamedFile, open_safetensors
+from acclimate.merge.adapter_files import (
+    CONFIG,
+    DTYPES,
+    StreamedFile,
+    cached_snapshot,
+    count_not_finite,
+    may_be_hub_id,
+    open_safetensors,
+)
 from acclimate.runs import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -68,13 +76,10 @@ class Checkpoint(Mapping[str, Tensor]):
     def checked(self, name: str, infinity: bool = False) -> Tensor:
         """Read a tensor; raises InputError where it holds NaN or, unless it is allowed, infinity."""
         value = self.read(name)
-        # a sum is faster than the look at every value, which follows only where the sum is not finite
-        if value.is_floating_point() and not value.sum().isfinite() and (value.isnan().any() or not infinity):
-            bad = value.isnan() if infinity else ~value.isfinite()
-            if bad.any():
-                raise InputError(
-                    f"'{name}' in '{self.places.get(name, self.label)}' has {int(bad.sum())} values that are not finite numbers"
-                )
+        if bad := count_not_finite(value, infinity):
+            raise InputError(
+                f"'{name}' in '{self.places.get(name, self.label)}' has {bad} values that are not finite numbers"
+            )
         return value
 
     def groups(self) -> list[list[str]]:
@@ -170,12 +175,8 @@ def _find(path: str | Path) -> Path:
         return where / "model"
     if where.exists():
         return where
-    if len(where.parts) == 2 and not where.is_absolute():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-
-        with contextlib.suppress(LocalEntryNotFoundError, ValueError):
-            return Path(snapshot_download(str(path), local_files_only=True))
+    if may_be_hub_id(where) and (cached := cached_snapshot(where)) is not None:
+        return cached
     raise InputError(f"no file or directory '{path}', and no model of this name in the local hub cache")
 
 

@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 
 from acclimate.merge.adapter_files import in_memory, jsonable
 from acclimate.merge.adapters import merge_in_memory
-from acclimate.merge.circumerge import MergeSettings
-from acclimate.merge.plan import make_plan
+from acclimate.merge.plan import plan_merge
 
 PREFIX = "circu_"
 
@@ -75,8 +74,8 @@ def add_weighted_adapter(
         )
         for name in adapters
     ]
-    chosen = MergeSettings(rule=rule, rank=svd_rank, sign=majority_sign_method, **settings)  # type: ignore[arg-type]
-    config, state, report = merge_in_memory(make_plan(sources, chosen, weights=weights))
+    plan = plan_merge(sources, weights=weights, rule=rule, rank=svd_rank, sign=majority_sign_method, **settings)
+    config, state, report = merge_in_memory(plan)
     for text in report.warnings:
         warnings.warn(text, stacklevel=2)
     config.pop("peft_type")

@@ -115,7 +115,7 @@ def _bytes(module: Module) -> int:
 
 
 def plan_merge(
-    paths: Sequence[str | Path],
+    paths: Sequence[str | Path | Adapter],
     *,
     weights: Sequence[float] | None = None,
     dtype: str | torch.dtype | None = None,
@@ -125,34 +125,12 @@ def plan_merge(
     allow_different_base: bool = False,
     **settings: Any,
 ) -> MergePlan:
-    """Open the adapters, check that they fit together, and say what a merge would do. Arguments as for `merge_adapters`."""
+    """Open the adapters that are not open yet, check that they fit together, and say what a merge would do. Arguments as for
+    `merge_adapters`."""
     chosen = MergeSettings(**settings)
     if not paths:
         raise ValueError("merging needs at least one adapter")
-    return make_plan(
-        [open_adapter(path) for path in paths],
-        chosen,
-        weights=weights,
-        dtype=dtype,
-        device=device,
-        jobs=jobs,
-        modules_to_save=modules_to_save,
-        allow_different_base=allow_different_base,
-    )
-
-
-def make_plan(
-    adapters: list[Adapter],
-    settings: MergeSettings,
-    *,
-    weights: Sequence[float] | None = None,
-    dtype: str | torch.dtype | None = None,
-    device: str = "cpu",
-    jobs: int = 1,
-    modules_to_save: str = "mean",
-    allow_different_base: bool = False,
-) -> MergePlan:
-    """The plan for adapters that are open already."""
+    adapters = [path if isinstance(path, Adapter) else open_adapter(path) for path in paths]
     weights = [1.0] * len(adapters) if weights is None else [float(weight) for weight in weights]
     if len(weights) != len(adapters):
         raise ValueError(f"there are {len(adapters)} adapters and {len(weights)} weights")
@@ -172,13 +150,13 @@ def make_plan(
         )
     place = named_device(device)
     modules, extras = find_modules(adapters)
-    if settings.rule == "mean" and sum(weights) == 0:
+    if chosen.rule == "mean" and sum(weights) == 0:
         raise ValueError("the weights add up to 0: they have no mean")
     widest = modules[0].dtype
     for module in modules:
         widest = torch.promote_types(widest, module.dtype)
     plan = MergePlan(
-        adapters, modules, extras, weights, settings, named_dtype(dtype) or widest, place, jobs, modules_to_save
+        adapters, modules, extras, weights, chosen, named_dtype(dtype) or widest, place, jobs, modules_to_save
     )
     _check_extras(plan)
     return plan

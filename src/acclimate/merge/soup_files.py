@@ -40,7 +40,7 @@ from acclimate.merge.monosoup import (
     soup_lora,
 )
 from acclimate.merge.plan import named_device, named_dtype
-from acclimate.merge.unfinished import Unfinished
+from acclimate.merge.unfinished import Unfinished, refuse_existing
 from acclimate.runs import storage_errors, write_json
 from acclimate.show import Silent
 
@@ -205,8 +205,7 @@ def _check_place(out: Path, inputs: Sequence[Path], overwrite: bool) -> None:
     for path in inputs:
         if path.exists() and (out.resolve() == path.resolve() or out.resolve() in path.resolve().parents):
             raise InputError(f"'{out}' is, or holds, the input '{path}'. Choose another place with -o")
-    if (out.exists() or out.is_symlink()) and not overwrite:
-        raise InputError(f"'{out}' exists. Choose another place with -o, or replace it with --overwrite")
+    refuse_existing(out, overwrite)
 
 
 def _stream(
@@ -221,28 +220,21 @@ def _stream(
 ) -> SoupReport:
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, not {jobs}")
-    with storage_errors(out):
-        unfinished = Unfinished(out, made_with)
-        try:
-            if unfinished.done:
-                show.say(f"going on with an interrupted soup: {len(unfinished.done)} of {len(items)} tensors are done")
-            with ShardedWriter(unfinished.path, layouts) as writer:
-                show.start("souping", len(items), len(unfinished.done))
-                for index, (tensors, row) in in_order(work, list(items), set(unfinished.done), jobs):
-                    for name, value in tensors:
-                        writer.write(name, value)
-                    unfinished.record(index, [row], writer)
-                    show.advance(1)
-                show.stop()
-            rows = [row for index in sorted(unfinished.done) for row in unfinished.done[index]]
-            report = replace(complete(rows, unfinished.path), directory=str(out))
-            write_json(unfinished.path / REPORT, {**asdict(report), "made_with": made_with})
-            unfinished.finish(out)
-        except (InputError, ValueError):  # other inputs are needed, so this part of a result is of no use
-            unfinished.discard()
-            raise
-        finally:
-            unfinished.release()
+    with storage_errors(out), Unfinished(out, made_with) as unfinished:
+        if unfinished.done:
+            show.say(f"going on with an interrupted soup: {len(unfinished.done)} of {len(items)} tensors are done")
+        with ShardedWriter(unfinished.path, layouts) as writer:
+            show.start("souping", len(items), len(unfinished.done))
+            for index, (tensors, row) in in_order(work, list(items), set(unfinished.done), jobs):
+                for name, value in tensors:
+                    writer.write(name, value)
+                unfinished.record(index, [row], writer)
+                show.advance(1)
+            show.stop()
+        rows = [row for index in sorted(unfinished.done) for row in unfinished.done[index]]
+        report = replace(complete(rows, unfinished.path), directory=str(out))
+        write_json(unfinished.path / REPORT, {**asdict(report), "made_with": made_with})
+        unfinished.finish(out)
     for text in report.warnings:
         warnings.warn(text, stacklevel=3)
     return report

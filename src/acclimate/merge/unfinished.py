@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from acclimate.runs import PARTIAL, _acquire, _remove, replacing
+from acclimate.errors import InputError
+from acclimate.runs import PARTIAL, acquire, remove, replacing
 
 
 class Syncs(Protocol):
@@ -21,8 +22,16 @@ class Syncs(Protocol):
 JOURNAL_SECONDS = 2.0  # so much work a kill can cost, at most
 
 
+def refuse_existing(out: Path, overwrite: bool) -> None:
+    """Raises InputError when there is something at `out` that may not be replaced."""
+    if (out.exists() or out.is_symlink()) and not overwrite:
+        raise InputError(f"'{out}' exists. Choose another place with -o, or replace it with --overwrite")
+
+
 class Unfinished:
-    """The hidden directory beside `out`, and its journal; one process at a time owns it.
+    """The hidden directory beside `out`, and its journal; one process at a time owns it, until the end of a `with` block.
+
+    An InputError or ValueError there throws the directory away: other inputs are needed, so this part of a result is of no use.
 
     The journal's first line is the fingerprint of inputs and settings; each other line tells of a batch whose tensors are on disk.
     Lines are written after the tensors have been flushed, every JOURNAL_SECONDS. When the fingerprint is another one (or None),
@@ -32,7 +41,7 @@ class Unfinished:
     def __init__(self, out: Path, fingerprint: dict[str, Any] | None) -> None:
         self.path = out.parent / f"{PARTIAL}{out.name}"
         self.path.mkdir(parents=True, exist_ok=True)
-        self.lock: int | None = _acquire(self.path)
+        self.lock: int | None = acquire(self.path)
         self.journal = self.path / "journal.jsonl"
         self.done: dict[int, list[dict[str, Any]]] = {}
         self.rank: int | None = None
@@ -48,7 +57,7 @@ class Unfinished:
             return
         for file in self.path.iterdir():
             if file.name != ".lock":
-                _remove(file)
+                remove(file)
         self._append([json.dumps(fingerprint)])
 
     def _lines(self) -> list[Any]:
@@ -84,9 +93,13 @@ class Unfinished:
         with replacing(out) as temporary:
             os.replace(self.path, temporary)
 
-    def discard(self) -> None:
-        """Throw the result away."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and issubclass(kind, InputError | ValueError):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
 
     def release(self) -> None:
         """Let other processes have the directory."""
