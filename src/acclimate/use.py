@@ -45,7 +45,7 @@ def measure(
     if draws is not None:
         start = time.perf_counter()
         show.start(f"{what}, {draws.count} draws", total=len(examples.items))
-        predictions = task.predict_sampled(model, tokenizer, examples, recipe, draws, show.advance)
+        predictions = task.predict(model, tokenizer, examples, recipe, show.advance, draws)
         show.stop()
         evaluation.sampled = task.summarise(predictions, recipe.seed)
         evaluation.sampled.seconds = round(time.perf_counter() - start, 3)
@@ -208,10 +208,8 @@ def answer_rows(
             {"completion": text}
             for text in complete_prompts(model, tokenizer, [list(i.prompt) for i in examples.items])
         ]
-    elif draws is not None:
-        answers = task.predict_sampled(model, tokenizer, examples, recipe, draws)
     else:
-        answers = task.predict(model, tokenizer, examples, recipe)
+        answers = task.predict(model, tokenizer, examples, recipe, draws=draws)
     for row, answer in zip(rows, answers, strict=True):
         yield row | {
             key: value for key, value in answer.items() if not key.startswith("_") and key not in ("id", "text")

@@ -142,23 +142,13 @@ class Task(ABC):
         examples: Examples,
         recipe: Recipe,
         advance: Callable[[int], None] = lambda count: None,
+        draws: Draws | None = None,
     ) -> list[Row]:
-        """One row an example, with what was predicted and, where the answer is known, how well."""
+        """One row an example, with what was predicted and, where the answer is known, how well.
 
-    def predict_sampled(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        examples: Examples,
-        recipe: Recipe,
-        draws: Draws,
-        advance: Callable[[int], None] = lambda count: None,
-    ) -> list[Row]:
-        """`predict` by the mean over draws of the weights of the probabilities; rows also say how unsure that is, and why.
-
-        Only for tasks with `averages`: those that predict probabilities of a few answers.
+        With `draws`, only for tasks with `averages`: by the mean of the probabilities over draws of the weights; rows also say how
+        unsure that is, and why.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
@@ -335,11 +325,14 @@ def describe(probs: Any, names: Sequence[str], answer: int | None) -> Row:
     return row
 
 
-def describe_samples(samples: Any, names: Sequence[str], answer: int | None) -> Row:
-    """`describe` of the mean of samples (S, C), and the `total`, `aleatoric` and `epistemic` uncertainty in nats."""
+def describe_samples(samples: Any, names: Sequence[str], answer: int | None, draws: Draws | None) -> Row:
+    """`describe` of the mean of samples (S, C); where these are draws, with their `total`, `aleatoric` and `epistemic` uncertainty
+    in nats."""
     values = np.asarray(samples, dtype=float)
-    parts = uncertainty_parts(values[:, None])
-    return describe(values.mean(axis=0), names, answer) | {name: float(part[0]) for name, part in parts.items()}
+    row = describe(values.mean(axis=0), names, answer)
+    if draws is None:
+        return row
+    return row | {name: float(part[0]) for name, part in uncertainty_parts(values[:, None]).items()}
 
 
 def label_index(value: Any, names: Sequence[str], where: str) -> int:

@@ -11,6 +11,7 @@ that same softmax; otherwise it is -log p of the right answer. Either way logits
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from acclimate.scoring import (
     choice_logprobs,
     edge_logprobs,
     pack,
-    score,
     score_copies,
     scored_logits,
 )
@@ -40,7 +40,6 @@ from acclimate.tasks.base import (
     Task,
     classification,
     context_length,
-    describe,
     describe_samples,
     fill_template,
     fit,
@@ -174,47 +173,25 @@ class Choice(Task):
         examples: Examples,
         recipe: Recipe,
         advance: Callable[[int], None] = lambda n: None,
+        draws: Draws | None = None,
     ) -> list[Row]:
         def share(indices: list[int]) -> list[Row]:
             items = [examples.items[i].item for i in indices]
-            scores = score(model, items, tokenizer.pad_token_id, advance=advance)
-            return [
-                _head(examples, index)
-                | describe(_probs(choices, recipe), examples.items[index].names, examples.items[index].answer)
-                for index, choices in zip(indices, scores, strict=True)
-            ]
-
-        return sharded(share, len(examples.items), model)
-
-    def predict_sampled(
-        self,
-        model: Any,
-        tokenizer: Any,
-        examples: Examples,
-        recipe: Recipe,
-        draws: Draws,
-        advance: Callable[[int], None] = lambda n: None,
-    ) -> list[Row]:
-        def share(indices: list[int]) -> list[Row]:
-            items = [examples.items[i].item for i in indices]
-            with draws.of(model):
-                scores = score_copies(model, items, tokenizer.pad_token_id, draws.count, advance=advance)
+            count = draws.count if draws else 1
+            with draws.of(model) if draws else nullcontext():
+                scores = score_copies(model, items, tokenizer.pad_token_id, count, advance=advance)
             rows = []
             for index, *copies in zip(indices, *scores, strict=True):
                 samples = [_probs(choices, recipe) for choices in copies]
-                example = examples.items[index]
-                rows.append(_head(examples, index) | describe_samples(samples, example.names, example.answer))
+                example, row = examples.items[index], examples.rows[index]
+                head = {"id": row.get("id", str(index)), "text": row.get("text", row["_prompt"])}
+                rows.append(head | describe_samples(samples, example.names, example.answer, draws))
             return rows
 
         return sharded(share, len(examples.items), model)
 
     def summarise(self, predictions: list[Row], seed: int = 0) -> Evaluation:
         return classification(self, predictions, seed)
-
-
-def _head(examples: Examples, index: int) -> Row:
-    row = examples.rows[index]
-    return {"id": row.get("id", str(index)), "text": row.get("text", row["_prompt"])}
 
 
 def _probs(choices: list[Score], recipe: Recipe) -> np.ndarray:

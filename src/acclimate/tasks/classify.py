@@ -26,7 +26,6 @@ from acclimate.tasks.base import (
     Task,
     classification,
     context_length,
-    describe,
     describe_samples,
     label_index,
     labels_found,
@@ -104,6 +103,7 @@ class Classify(Task):
             show=show,
         )
 
+    @torch.no_grad()
     def predict(
         self,
         model: Any,
@@ -111,29 +111,7 @@ class Classify(Task):
         examples: Examples,
         recipe: Recipe,
         advance: Callable[[int], None] = lambda n: None,
-    ) -> list[Row]:
-        return self._predict(model, tokenizer, examples, recipe, None, advance)
-
-    def predict_sampled(
-        self,
-        model: Any,
-        tokenizer: Any,
-        examples: Examples,
-        recipe: Recipe,
-        draws: Draws,
-        advance: Callable[[int], None] = lambda n: None,
-    ) -> list[Row]:
-        return self._predict(model, tokenizer, examples, recipe, draws, advance)
-
-    @torch.no_grad()
-    def _predict(
-        self,
-        model: Any,
-        tokenizer: Any,
-        examples: Examples,
-        recipe: Recipe,
-        draws: Draws | None,
-        advance: Callable[[int], None],
+        draws: Draws | None = None,
     ) -> list[Row]:
         names = list(recipe.labels or [])
         device = next(model.parameters()).device
@@ -149,20 +127,14 @@ class Classify(Task):
                 for k, samples in zip(batch, probs.transpose(0, 1).cpu().numpy(), strict=True):
                     item, row = examples.items[indices[k]], examples.rows[indices[k]]
                     head = {"id": row.get("id", str(indices[k])), "text": row["text"]}
-                    answer = item.get("labels")
-                    found = (
-                        describe(samples[0], names, answer)
-                        if draws is None
-                        else describe_samples(samples, names, answer)
-                    )
-                    rows[k] = head | found
+                    rows[k] = head | describe_samples(samples, names, item.get("labels"), draws)
                 advance(len(batch))
             return rows
 
         training = model.training
         model.eval()
         try:
-            with nullcontext() if draws is None else draws.of(model):
+            with draws.of(model) if draws else nullcontext():
                 return sharded(share, len(examples.items), model)
         finally:
             model.train(training)

@@ -21,6 +21,7 @@ from acclimate.models import quiet
 from acclimate.recipe import Recipe
 from acclimate.scoring import Item, score
 from acclimate.tasks.base import (
+    Draws,
     Evaluation,
     Examples,
     Task,
@@ -103,6 +104,7 @@ class DPO(Task):
         examples: Examples,
         recipe: Recipe,
         advance: Callable[[int], None] = lambda n: None,
+        draws: Draws | None = None,
     ) -> list[Row]:
         def share(indices: list[int]) -> list[Row]:
             scores = score(model, [examples.items[i] for i in indices], tokenizer.pad_token_id, advance=advance)

@@ -21,6 +21,7 @@ from acclimate.metrics import adaptive_ece_of, bootstrap_interval, ece_of, relia
 from acclimate.recipe import Recipe
 from acclimate.scoring import Item, score
 from acclimate.tasks.base import (
+    Draws,
     Evaluation,
     Examples,
     Task,
@@ -144,6 +145,7 @@ class SFT(Task):
         examples: Examples,
         recipe: Recipe,
         advance: Callable[[int], None] = lambda n: None,
+        draws: Draws | None = None,
     ) -> list[Row]:
         def share(indices: list[int]) -> list[Row]:
             items = [examples.items[i] for i in indices]
