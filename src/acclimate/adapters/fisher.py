@@ -151,7 +151,8 @@ def fisher_state_dict(
         peft_model = get_peft_model(model, config)
     options: dict[str, Any] = {"factors": factors, "criterion": criterion, "n_examples": n_examples, "sketch": sketch}
     try:
-        return _state(peft_model, "default", data, loss_fn, fisher, seed, max_rank, advance, **options)
+        layers = lora_layers(peft_model)
+        return _state(peft_model, layers, "default", data, loss_fn, fisher, seed, max_rank, advance, **options)
     finally:
         peft_model.unload()
         for parameter, wants in wanted:
@@ -160,6 +161,7 @@ def fisher_state_dict(
 
 def _state(
     peft_model: Any,
+    layers: Mapping[str, LoraLayer],
     adapter_name: str,
     data: Iterable[Any],
     loss_fn: LossFunction | None,
@@ -182,7 +184,6 @@ def _state(
         raise ValueError(
             f"criterion '{criterion}' needs the whole factors: leave sketch away, or take criterion='fisher'"
         )
-    layers = lora_layers(peft_model, adapter_name)
     if loss_fn is None:
         loss_fn = sampled_loss(torch.Generator().manual_seed(seed)) if fisher == "true" else model_loss
     elif fisher == "true":
@@ -352,7 +353,6 @@ class FisherReport:
         return "\n".join([head, *rows])
 
 
-@torch.no_grad()
 def initialize_lora_fisher_weights(
     peft_model: PeftModel,
     state: State,
@@ -364,15 +364,34 @@ def initialize_lora_fisher_weights(
     adapter_name: str = "default",
 ) -> FisherReport:
     """Start a LoRA adapter in the directions of a state from `fisher_state_dict`. Arguments as in `fisher_init`."""
-    begun = time.perf_counter()
+    _check_start(peft_model, adapter_name, mode, rank_budget)
+    layers = lora_layers(peft_model, adapter_name)
+    return _start(peft_model, layers, state, mode, rank_budget, init_scale, seed, adapter_name)
+
+
+def _check_start(peft_model: PeftModel, adapter_name: str, mode: str, rank_budget: str) -> None:
+    """What can be refused before the pass over the data."""
     _one_of("mode", mode, ("input", "split", "residual"))
     _one_of("rank_budget", rank_budget, ("uniform", "fisher"))
-    layers = lora_layers(peft_model, adapter_name)
-    config: Any = peft_model.peft_config[adapter_name]
-    if mode == "residual" and config.use_dora:
+    config: Any = peft_model.peft_config.get(adapter_name)
+    if mode == "residual" and getattr(config, "use_dora", False):
         raise ValueError(
             "mode='residual' subtracts its start, which DoRA's rescaling does not allow; take 'split' or 'input'"
         )
+
+
+@torch.no_grad()
+def _start(
+    peft_model: PeftModel,
+    layers: Mapping[str, LoraLayer],
+    state: State,
+    mode: Mode,
+    rank_budget: Literal["uniform", "fisher"],
+    init_scale: float,
+    seed: int,
+    adapter_name: str,
+) -> FisherReport:
+    begun = time.perf_counter()
     known = {name: layer for name, layer in layers.items() if f"{_base_name(name)}.V" in state}
     ranks = {name: layer.r[adapter_name] for name, layer in known.items()}
     if rank_budget == "fisher":
@@ -383,18 +402,16 @@ def initialize_lora_fisher_weights(
     reports, filled = [], []
     for name, layer in known.items():
         own = {key: state[f"{_base_name(name)}.{key}"] for key in (*_DIRECTIONS, *_FACTS)}
-        rank, short = ranks[name], False
+        rank, scale = ranks[name], layer.scaling[adapter_name]
         needed = {"input": (0, rank), "split": (rank // 2, (rank + 1) // 2), "residual": (rank, rank)}[mode]
-        U, V = (complete_basis(own[key], count, generator) for key, count in zip("UV", (rank, rank), strict=True))
-        short = own["U"].shape[1] < needed[0] or own["V"].shape[1] < needed[1]
-        scale = layer.scaling[adapter_name]
+        if any(own[key].shape[1] < count for key, count in zip("UV", needed, strict=True)):
+            filled.append(_base_name(name))
+        U, V = (complete_basis(own[key], rank, generator) for key in "UV")
         gamma = math.sqrt(init_scale * float(own["weight_norm"]) / math.sqrt(min(len(U), len(V))) / scale)
         A, B = place(U, V, rank, mode, gamma)
         _set(layer, adapter_name, A, B)
         if mode == "residual":
             _set(layer, residual.START, A, -B)
-        if short:
-            filled.append(_base_name(name))
         facts: dict[str, Any] = {key: float(own[key]) for key in _FACTS if key != "weight_norm"}
         facts = {key: None if math.isnan(value) else value for key, value in facts.items()}
         facts |= {key: own[key][:rank].tolist() for key in ("inputs", "outputs")}
@@ -402,7 +419,7 @@ def initialize_lora_fisher_weights(
     if filled:
         warnings.warn(
             f"the data fix fewer directions than the rank in {', '.join(filled)}: the rest are random. Take more examples or a lower rank",
-            stacklevel=2,
+            stacklevel=3,
         )
     settings = {"mode": mode, "rank_budget": rank_budget, "seed": seed}
     skipped = sorted(_base_name(name) for name in layers.keys() - known.keys())
@@ -481,19 +498,11 @@ def fisher_init(
     """
     begun = time.perf_counter()
     options: dict[str, Any] = {"factors": factors, "criterion": criterion, "n_examples": n_examples, "sketch": sketch}
-    _one_of("mode", mode, ("input", "split", "residual"))  # before the pass over the data
-    ranks = [layer.r[adapter_name] for layer in lora_layers(peft_model, adapter_name).values()]
-    most = max(ranks) * (2 if rank_budget == "fisher" else 1)
-    state = _state(peft_model, adapter_name, data, loss_fn, fisher, seed, most, advance, **options)
-    report = initialize_lora_fisher_weights(
-        peft_model,
-        state,
-        mode=mode,
-        rank_budget=rank_budget,
-        init_scale=init_scale,
-        seed=seed,
-        adapter_name=adapter_name,
-    )
+    _check_start(peft_model, adapter_name, mode, rank_budget)
+    layers = lora_layers(peft_model, adapter_name)
+    most = max(layer.r[adapter_name] for layer in layers.values()) * (2 if rank_budget == "fisher" else 1)
+    state = _state(peft_model, layers, adapter_name, data, loss_fn, fisher, seed, most, advance, **options)
+    report = _start(peft_model, layers, state, mode, rank_budget, init_scale, seed, adapter_name)
     report.settings = {"fisher": fisher, **options, **report.settings}
     report.seconds = time.perf_counter() - begun
     return report

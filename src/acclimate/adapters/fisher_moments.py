@@ -73,7 +73,9 @@ class Moments:
     input_energy: float = 0.0  # sum of ||x||^2
     output_energy: float = 0.0  # sum of ||g||^2
     positions: int = 0
-    half: Tensor | None = None  # leading input directions when half of the examples had been seen
+    half: Tensor | None = (
+        None  # leading input directions at the last look: after half of the examples, then at each limit
+    )
 
     def add(self, x: Tensor, g: Tensor, factors: Factors) -> None:
         """Add positions: x (T, n) inputs, g (T, m) output gradients; those with g = 0 do not count."""
@@ -199,13 +201,12 @@ def collect_moments(
             count = rows_of(moved)
             advance(count)
             if seen < limit / 2 <= seen + count:
-                _mark_half(moments, rank)
+                _settled(moments, rank)
             seen += count
             positions = max((m.positions for m in moments.values()), default=0)
             if seen >= limit or positions >= most:
                 if limit >= MAX_EXTENSION * n_examples or _settled(moments, rank):
                     break
-                _mark_half(moments, rank)
                 limit, most = 2 * limit, 2 * most
     if not batches:
         raise ValueError("no data to look at: there is no batch")
@@ -218,13 +219,13 @@ def collect_moments(
     return {name: m for name, m in moments.items() if m.positions}
 
 
-def _mark_half(moments: Mapping[str, Moments], rank: int) -> None:
-    for m in moments.values():
-        m.half = m.inputs.leading(rank)[1]
-
-
 def _settled(moments: Mapping[str, Moments], rank: int) -> bool:
-    return all(m.half is None or overlap(m.half, m.inputs.leading(rank)[1]) >= SETTLED for m in moments.values())
+    """Whether every layer's leading input space is that of the look before, which is kept for the next one."""
+    settled = True
+    for m in moments.values():
+        before, m.half = m.half, m.inputs.leading(rank)[1]
+        settled = settled and (before is None or overlap(before, m.half) >= SETTLED)
+    return settled
 
 
 def direction_energy(
