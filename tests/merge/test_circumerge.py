@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import signal
 import threading
 from pathlib import Path
@@ -24,7 +23,7 @@ from acclimate.merge import rules as rule_functions
 from acclimate.merge.circumerge import circulant_transform, merge_core, orthonormal_side, sketch_size
 from acclimate.merge.rules import RuleName
 from acclimate.runs import PARTIAL
-from merge import merge_worker
+from merge import worker
 from merge.synthetic import PREFIX, SHAPES, adapter, deltas, deltas_of, distance, pair, write
 
 RULES = get_args(RuleName)
@@ -939,33 +938,19 @@ def test_damaged_and_missing_files(tmp_path: Path, three: list[Path]) -> None:
 # --- a process of its own: kills and memory ---
 
 
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["merge.merge_worker", "peft"])
-
-    def run(target: Any, *arguments: Any) -> int | None:
-        process = context.Process(target=target, args=arguments)
-        process.start()
-        process.join(120)
-        return process.exitcode
-
-    return run
-
-
 def test_a_killed_merge_goes_on(processes: Any, mixed: dict[torch.dtype, list[Path]], tmp_path: Path) -> None:
     """Killed in the first, a middle and the last batch, with half a tensor written, it ends with the bytes of one that was not."""
     paths = [str(path) for path in mixed[torch.float32]]
     settings = {"rank": "auto:0.99", "rule": "dare_ties"}
     out, log = tmp_path / "out", tmp_path / "log"
-    assert processes(merge_worker.killed_at, 0, paths, str(tmp_path / "reference"), str(log), settings) == 0
+    assert processes(worker.killed_at, worker.merge, 0, paths, str(tmp_path / "reference"), str(log), settings) == 0
     assert log.read_text() == "6\n"  # A and B of three layers, a batch each
     for kill, left in ((1, 0), (4, 1), (3, 2)):  # the second time one batch is done, the third time two
-        assert processes(merge_worker.killed_at, kill, paths, str(out), str(log), settings) == -signal.SIGKILL
+        assert processes(worker.killed_at, worker.merge, kill, paths, str(out), str(log), settings) == -signal.SIGKILL
         assert not out.exists()
         journal = (tmp_path / f"{PARTIAL}out" / "journal.jsonl").read_text().splitlines()
         assert sum("batch" in json.loads(line) for line in journal) == left, log.read_text()
-    assert processes(merge_worker.killed_at, 0, paths, str(out), str(log), settings) == 0
+    assert processes(worker.killed_at, worker.merge, 0, paths, str(out), str(log), settings) == 0
     assert log.read_text() == "2\n"  # only the last layer was merged again
     for name in (WEIGHTS, "adapter_config.json"):
         assert (out / name).read_bytes() == (tmp_path / "reference" / name).read_bytes()
@@ -980,11 +965,13 @@ def test_a_killed_merge_goes_on(processes: Any, mixed: dict[torch.dtype, list[Pa
 
 def test_a_killed_merge_of_something_else_is_not_taken_up(processes: Any, three: list[Path], tmp_path: Path) -> None:
     paths, out, log = [str(path) for path in three], tmp_path / "out", tmp_path / "log"
-    assert processes(merge_worker.killed_at, 5, paths, str(out), str(log), {"seed": 1}) == -signal.SIGKILL
-    assert processes(merge_worker.killed_at, 5, paths, str(out), str(log), {"seed": 2}) == -signal.SIGKILL
+    assert processes(worker.killed_at, worker.merge, 5, paths, str(out), str(log), {"seed": 1}) == -signal.SIGKILL
+    assert processes(worker.killed_at, worker.merge, 5, paths, str(out), str(log), {"seed": 2}) == -signal.SIGKILL
     adapter(tmp_path / "changed", 77)
     assert (
-        processes(merge_worker.killed_at, 0, [*paths[:2], str(tmp_path / "changed")], str(out), str(log), {"seed": 2})
+        processes(
+            worker.killed_at, worker.merge, 0, [*paths[:2], str(tmp_path / "changed")], str(out), str(log), {"seed": 2}
+        )
         == 0
     )
     assert log.read_text().splitlines()[-1] == "6"
@@ -1018,6 +1005,6 @@ def test_memory_is_that_of_the_largest_layer(processes: Any, tmp_path: Path) -> 
         paths.append(str(write(tmp_path / f"a{task}", state, r=r)))
     largest = 32 * r * (m + n) * 4
     assert layers * largest > 100e6
-    assert processes(merge_worker.peak, paths, str(tmp_path / "out"), str(tmp_path / "log")) == 0
+    assert processes(worker.peak, worker.merge, paths, str(tmp_path / "out"), str(tmp_path / "log")) == 0
     assert int((tmp_path / "log").read_text()) < 3 * largest + 200e6
     assert int((tmp_path / "log").read_text()) < layers * largest

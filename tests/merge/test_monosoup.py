@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import signal
 import warnings
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from acclimate.merge.monosoup import (
     weights_of,
 )
 from acclimate.runs import PARTIAL
-from merge import soup_worker
+from merge import worker
 from merge.synthetic import adapter, deltas, write
 
 SVD, GRAM = SoupSettings(solver="svd"), SoupSettings(solver="gram")
@@ -822,34 +821,20 @@ def test_inputs_are_not_overwritten(tmp_path: Path) -> None:
 # --- a process of its own: kills and memory ---
 
 
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["merge.soup_worker", "peft"])
-
-    def run(target: Any, *arguments: Any) -> int | None:
-        process = context.Process(target=target, args=arguments)
-        process.start()
-        process.join(120)
-        return process.exitcode
-
-    return run
-
-
 def test_a_killed_soup_goes_on(processes: Any, tmp_path: Path) -> None:
     """Killed in the first, a middle and a later tensor, with half of it written, it ends with the bytes of one that was not."""
     base, tuned = pair()
     paths = [str(sharded(tmp_path / "base", base, 1)), str(sharded(tmp_path / "tuned", tuned, 3))]
     out, log, reference = tmp_path / "out", tmp_path / "log", tmp_path / "reference"
-    assert processes(soup_worker.killed_at, 0, paths, str(reference), str(log), {}) == 0
+    assert processes(worker.killed_at, worker.soup, 0, paths, str(reference), str(log), {}) == 0
     assert log.read_text() == "7\n"
     for kill, left in ((1, 0), (4, 3), (3, 5)):
-        assert processes(soup_worker.killed_at, kill, paths, str(out), str(log), {}) == -signal.SIGKILL
+        assert processes(worker.killed_at, worker.soup, kill, paths, str(out), str(log), {}) == -signal.SIGKILL
         assert not out.exists()
         journal = (tmp_path / f"{PARTIAL}out" / "journal.jsonl").read_text().splitlines()
         assert sum("batch" in json.loads(line) for line in journal) == left, log.read_text()
     (tmp_path / f"{PARTIAL}out" / "config.json").write_text("{")  # the kill may come while files are copied
-    assert processes(soup_worker.killed_at, 0, paths, str(out), str(log), {}) == 0
+    assert processes(worker.killed_at, worker.soup, 0, paths, str(out), str(log), {}) == 0
     assert log.read_text() == "2\n"
     assert {path.name for path in out.iterdir()} == {path.name for path in reference.iterdir()}
     for file in reference.iterdir():
@@ -862,9 +847,11 @@ def test_a_killed_soup_of_something_else_is_not_taken_up(processes: Any, tmp_pat
     base, tuned = pair()
     paths = [str(sharded(tmp_path / "base", base, 1)), str(sharded(tmp_path / "tuned", tuned, 2))]
     out, log = tmp_path / "out", tmp_path / "log"
-    assert processes(soup_worker.killed_at, 5, paths, str(out), str(log), {"mode": "variance"}) == -signal.SIGKILL
+    assert (
+        processes(worker.killed_at, worker.soup, 5, paths, str(out), str(log), {"mode": "variance"}) == -signal.SIGKILL
+    )
     (tmp_path / f"{PARTIAL}out" / "tokenizer").mkdir()  # the kill may come while directories are copied
-    assert processes(soup_worker.killed_at, 0, paths, str(out), str(log), {}) == 0
+    assert processes(worker.killed_at, worker.soup, 0, paths, str(out), str(log), {}) == 0
     assert log.read_text() == "7\n"
     assert same(read_back(out), monosoup(base, tuned)[0])
     assert not (out / "tokenizer").exists()
@@ -873,9 +860,11 @@ def test_a_killed_soup_of_something_else_is_not_taken_up(processes: Any, tmp_pat
 def test_a_killed_soup_of_an_adapter_goes_on(processes: Any, tmp_path: Path) -> None:
     adapter(tmp_path / "in", 1)
     out, log = tmp_path / "out", tmp_path / "log"
-    assert processes(soup_worker.killed_at, 4, [str(tmp_path / "in")], str(out), str(log), {}) == -signal.SIGKILL
+    assert (
+        processes(worker.killed_at, worker.soup, 4, [str(tmp_path / "in")], str(out), str(log), {}) == -signal.SIGKILL
+    )
     assert not out.exists()
-    assert processes(soup_worker.killed_at, 0, [str(tmp_path / "in")], str(out), str(log), {}) == 0
+    assert processes(worker.killed_at, worker.soup, 0, [str(tmp_path / "in")], str(out), str(log), {}) == 0
     assert log.read_text().splitlines()[-1] == "4"  # one of three layers was done
     monosoup_adapter(tmp_path / "in", tmp_path / "reference")
     assert (out / WEIGHTS).read_bytes() == (tmp_path / "reference" / WEIGHTS).read_bytes()
@@ -889,7 +878,7 @@ def test_memory_is_that_of_the_largest_tensor(processes: Any, tmp_path: Path) ->
         value += 0.01 * value.roll(1, 0)
     paths.append(str(sharded(tmp_path / "tuned", base, 16)))
     largest, total = 256 * 1024 * 8, 128 * 256 * 1024 * 4
-    assert processes(soup_worker.peak, paths, str(tmp_path / "out"), str(tmp_path / "log")) == 0
+    assert processes(worker.peak, worker.soup, paths, str(tmp_path / "out"), str(tmp_path / "log")) == 0
     grown = int((tmp_path / "log").read_text())
     assert grown < 6 * largest + 30e6 < total / 2
 
