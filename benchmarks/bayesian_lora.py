@@ -11,16 +11,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line, take_turns, write
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -30,30 +25,6 @@ from acclimate.adapters.bayesian_lora.training import kl_loss
 from acclimate.models import load_model
 
 BARS = {"smollm2": 1.3, "wide": 1.2, "mean": 1.05, "prediction": 3.0}
-
-
-def take_turns(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """Milliseconds of each step (median), and the median over rounds of its ratio to the first; a round takes one of each.
-
-    The first round is not counted.
-    """
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if number:
-                times[name].append(1000 * (time.perf_counter() - start))
-    reference = next(iter(times.values()))
-    found = {
-        "ms": {name: statistics.median(values) for name, values in times.items()},
-        "ratio": {
-            name: statistics.median(a / b for a, b in zip(values, reference, strict=True))
-            for name, values in times.items()
-        },
-    }
-    print(f"  {found}", file=sys.stderr)
-    return found
 
 
 def arms(
@@ -143,10 +114,7 @@ def prediction(rows: int, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--output", type=Path, help="write the numbers there as JSON")
-    options = parser.parse_args()
+    options = command_line(__doc__).parse_args()
     if options.fast:
         found = {"smollm2": smollm2(2, 8, 1), "wide": wide(64, 32, 1), "prediction": prediction(2, 8, 1)}
     else:
@@ -163,10 +131,7 @@ def main() -> None:
         },
         "threads": torch.get_num_threads(),
     }
-    text = json.dumps(result, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
-    print(text)
+    print(write(result, options.output))
 
 
 if __name__ == "__main__":

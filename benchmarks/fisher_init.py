@@ -10,9 +10,7 @@ part of each time, since LoRA-GA's decomposition happens there. "epoch" is one t
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line, write
 from peft import EvaConfig, LoraConfig, LoraGAConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora import preprocess_loraga
 
@@ -98,9 +97,8 @@ SYSTEMS: dict[str, Callable[[Any, dict[str, Any], Batches], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="one round on few rows")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser = command_line(__doc__)
+    parser.set_defaults(output=Path(__file__).with_suffix(".json"))
     arguments = parser.parse_args()
     rounds, count = (1, 2) if arguments.fast else (3, 32)
     warnings.simplefilter("ignore")
@@ -124,8 +122,8 @@ def main() -> None:
             f"{other}_ratio": round(middle["fisher"] / middle[other], 3) for other in SYSTEMS if other != "fisher"
         }
         result[name] = {**ratios, "seconds": seconds}
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+        text = write(result, arguments.output)
+    print(text)
 
 
 if __name__ == "__main__":

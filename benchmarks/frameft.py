@@ -10,16 +10,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line, take_turns, write
 from peft import FourierFTConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -33,20 +28,6 @@ class Nothing(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
-
-
-def take_turns(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each step; in a round every system takes one. The first round is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if number:
-                times[name].append(1000 * (time.perf_counter() - start))
-    found = {name: statistics.median(values) for name, values in times.items()}
-    print(f"  {found}", file=sys.stderr)
-    return found
 
 
 def configurations(targets: list[str]) -> dict[str, Any]:
@@ -74,8 +55,8 @@ def layer(width: int, tokens: int, rounds: int) -> dict[str, Any]:
 
     whole = take_turns(
         {name: step_of(nn.Linear, config) for name, config in {"base": None, **configurations(["0"])}.items()}, rounds
-    )
-    alone = take_turns({name: step_of(Nothing, config) for name, config in configurations(["0"]).items()}, rounds)
+    )["ms"]
+    alone = take_turns({name: step_of(Nothing, config) for name, config in configurations(["0"]).items()}, rounds)["ms"]
     return {
         "width": width,
         "tokens": tokens,
@@ -106,7 +87,7 @@ def model_step(batch: int, length: int, rounds: int) -> dict[str, Any]:
         return step
 
     chosen = configurations(["q_proj", "v_proj"])
-    times = take_turns({name: step_of(chosen[name]) for name in ("frameft", "fourierft", "lora")}, rounds)
+    times = take_turns({name: step_of(chosen[name]) for name in ("frameft", "fourierft", "lora")}, rounds)["ms"]
     return {
         "model": "SmolLM2-135M",
         "batch": batch,
@@ -118,20 +99,14 @@ def model_step(batch: int, length: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="small sizes, to see that it runs")
-    parser.add_argument("--output", type=Path, help="write the numbers there as JSON")
-    options = parser.parse_args()
+    options = command_line(__doc__).parse_args()
     result = {
         "layer": layer(64, 16, 1) if options.fast else layer(4096, 2048, 9),
         "model": model_step(1, 8, 1) if options.fast else model_step(4, 256, 9),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    text = json.dumps(result, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
-    print(text)
+    print(write(result, options.output))
 
 
 if __name__ == "__main__":

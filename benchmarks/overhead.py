@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import command_line, write
+
 MODEL = "smollm2"
 BATCH, LR = 16, 1e-3
 
@@ -239,12 +241,10 @@ def label_only(steps: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fast", action="store_true", help="a few steps, to see that it runs")
+    parser = command_line(__doc__)
     parser.add_argument("--worker", choices=["hand", "ours", "at_labels", "everywhere"], help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="write the numbers there as JSON")
     options = parser.parse_args()
     if options.worker:
         if options.worker in ("hand", "ours"):
@@ -258,10 +258,7 @@ def main() -> None:
         "scoring": scoring(prompts),
         "label_only": label_only(min(steps, 8), repeats),
     }
-    text = json.dumps(result, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
-    print(text)
+    print(write(result, options.output))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""What the benchmarks share: their command line, steps that take turns, and where the numbers go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """A parser with --fast and --output."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--output", type=Path, help="write the numbers there as JSON")
+    return parser
+
+
+def write(result: dict[str, Any], output: Path | None) -> str:
+    """The numbers as JSON text, and in `output` if there is one."""
+    text = json.dumps(result, indent=2)
+    if output:
+        output.write_text(text + "\n")
+    return text
+
+
+def take_turns(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
+    """Milliseconds of each step (median), and the median over rounds of its ratio to the first; a round takes one of each, so that
+    whatever else the machine does is spread over all. The first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if number:
+                times[name].append(1000 * (time.perf_counter() - start))
+    reference = next(iter(times.values()))
+    found = {
+        "ms": {name: statistics.median(values) for name, values in times.items()},
+        "ratio": {
+            name: statistics.median(a / b for a, b in zip(values, reference, strict=True))
+            for name, values in times.items()
+        },
+    }
+    print(f"  {found}", file=sys.stderr)
+    return found
