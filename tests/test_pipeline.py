@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from acclimate.models import load_model
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted, Run, free_directory, read_json, read_rows
 from conftest import WORDS, colour_rows, write_jsonl
+from fresh_process import logits_in_a_fresh_process
 
 TRAIN, TEST = colour_rows(48), colour_rows(30, seed=1)
 
@@ -332,30 +331,11 @@ def test_predict_reads_the_users_column_names(
 
 # --- taking the result elsewhere ---
 
-STOCK_PEFT = """
-import sys
-sys.modules["acclimate"] = None  # importing it would fail
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-for model, adapter, target in zip(*[iter(sys.argv[1:])] * 3):
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if adapter:
-        model = PeftModel.from_pretrained(model, adapter)
-    with torch.no_grad():
-        torch.save(model.eval()(torch.arange(5, 25)[None]).logits, target)
-"""
-
 
 def logits_elsewhere(where: Path, *pairs: tuple[Path | str, Path | str]) -> list[torch.Tensor]:
     """Logits of (model, adapter) pairs in a process that has transformers and PEFT alone."""
     where.mkdir()
-    targets = [where / f"{number}.pt" for number in range(len(pairs))]
-    arguments = [
-        str(part) for (model, adapter), target in zip(pairs, targets, strict=True) for part in (model, adapter, target)
-    ]
-    subprocess.run([sys.executable, "-c", STOCK_PEFT, *arguments], check=True, capture_output=True)
-    return [torch.load(target) for target in targets]
+    return logits_in_a_fresh_process(pairs, [list(range(5, 25))], where)
 
 
 @torch.no_grad()

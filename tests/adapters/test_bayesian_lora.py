@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +35,7 @@ from acclimate.adapters.bayesian_lora.predict import (
 from acclimate.adapters.bayesian_lora.training import BayesianTrainerMixin, KLCallback, kl_divergence, kl_loss
 from acclimate.metrics import uncertainty_parts
 from adapters.matrix import ARCHITECTURES, BATCH, VOCABULARY, disturb, inputs, leave, logits, loss
+from fresh_process import logits_in_a_fresh_process
 
 FAMILIES = sorted(inducing.FAMILIES)
 PUBLISHED = {"parameterization": "published", "max_lambda": 0.03, "max_sd": 0.1}
@@ -758,36 +757,11 @@ def test_from_lora_takes_a_trained_head_along(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(ours, "bert"), logits(trained, "bert"), rtol=0, atol=1e-4)
 
 
-STOCK = """
-import json, sys
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-assert not any("acclimate" in name for name in sys.modules)
-found = []
-for path in json.loads(sys.argv[2]):
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sys.argv[1]), path).eval()
-    with torch.no_grad():
-        found.append(model(input_ids=torch.tensor(json.loads(sys.argv[3]))).logits)
-torch.save(torch.stack(found), sys.argv[4])
-assert not any("acclimate" in name for name in sys.modules)
-"""
-
-
-def stock_peft(model: PeftModel, folders: list[Path], tmp_path: Path) -> Tensor:
+def stock_peft(folders: list[Path], tmp_path: Path) -> Tensor:
     """Logits of the folders on the base model in an interpreter that has peft and not acclimate."""
     LLAMA.model().save_pretrained(tmp_path / "base")
-    source = str(Path(__file__).parents[2] / "src")
-    script = f"import sys; sys.path = [p for p in sys.path if p != {source!r}]\n{STOCK}"
-    arguments = [
-        str(tmp_path / "base"),
-        json.dumps([str(f) for f in folders]),
-        json.dumps(inputs("llama")["input_ids"].tolist()),
-    ]
-    command = [sys.executable, "-c", script, *arguments, str(tmp_path / "logits.pt")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return torch.load(tmp_path / "logits.pt")
+    pairs = [(tmp_path / "base", folder) for folder in folders]
+    return torch.stack(logits_in_a_fresh_process(pairs, inputs("llama")["input_ids"].tolist(), tmp_path))
 
 
 @pytest.mark.parametrize("options", [{}, PUBLISHED], ids=["tied", "published"])
@@ -796,7 +770,7 @@ def test_exported_mean_and_draws_load_in_stock_peft(options: dict[str, Any], tmp
     mean = export_mean(model, tmp_path / "mean")
     samples = export_samples(model, tmp_path / "samples", 3, generator=generator(9))
     assert [p.name for p in samples] == ["sample-0", "sample-1", "sample-2"]
-    found = stock_peft(model, [mean, *samples], tmp_path)
+    found = stock_peft([mean, *samples], tmp_path)
     torch.testing.assert_close(found[0], logits(model, "llama"), rtol=0, atol=1e-5)
     ensemble = torch.softmax(found[1:, :, -1], -1).mean(0)
     torch.testing.assert_close(

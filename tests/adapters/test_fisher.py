@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +40,7 @@ from acclimate.adapters.fisher_moments import (
 )
 from acclimate.linalg import eigh_descending, overlap
 from adapters.matrix import ARCHITECTURES, disturb, inputs, labels, logits
+from fresh_process import logits_in_a_fresh_process
 
 ROOT = Path(__file__).parents[2]
 N, M, CLASSES = 6, 4, 3
@@ -396,27 +395,6 @@ def test_kinds_of_lora(options: dict[str, Any]) -> None:
     torch.testing.assert_close(logits(model, "llama"), logits(architecture.model(), "llama"), rtol=1e-5, atol=1e-6)
 
 
-STOCK = """
-import sys
-sys.path = [p for p in sys.path if "acclimate" not in p and not p.endswith("/src")]
-import builtins
-real = builtins.__import__
-def guarded(name, *args, **kwargs):
-    assert not name.startswith("acclimate"), name
-    return real(name, *args, **kwargs)
-builtins.__import__ = guarded
-import torch
-from peft import PeftModel
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
-base, adapter, ids, out = sys.argv[1:]
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
-with torch.no_grad():
-    save_file({"logits": model(torch.tensor([[int(i) for i in ids.split(",")]])).logits}, out)
-"""
-VLLM_FIELDS = {"r", "lora_alpha", "target_modules", "bias", "modules_to_save", "use_rslora", "use_dora"}
-
-
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
 @pytest.mark.parametrize("mode", ["split", "residual"])
 def test_saved_adapter_is_plain_lora_in_stock_peft(tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
@@ -429,9 +407,8 @@ def test_saved_adapter_is_plain_lora_in_stock_peft(tmp_path: Path, mode: str, op
     model.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits
-    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), ",".join(map(str, ids)), str(tmp_path / "out")]
-    subprocess.run([sys.executable, "-I", "-c", STOCK, *arguments], check=True)
-    torch.testing.assert_close(load_file(tmp_path / "out")["logits"], expected, rtol=1e-5, atol=1e-5)
+    (found,) = logits_in_a_fresh_process([(tmp_path / "base", tmp_path / "adapter")], [ids], tmp_path)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     stock = set(LoraConfig(target_modules=["q_proj"]).to_dict())
     assert config.keys() <= stock

@@ -8,8 +8,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from acclimate.adapters.tight_frames import Basis, draw_positions
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted
 from adapters.matrix import ARCHITECTURES, disturb, inputs, logits, loss
+from fresh_process import WITHOUT_ACCLIMATE, FreshProcessError, logits_in_a_fresh_process
 
 CPU = torch.device("cpu")
 
@@ -539,41 +538,14 @@ def saved(where: Path, **options: Any) -> PeftModel:
     return model
 
 
-FRESH = """
-import sys
-{prepare}
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-base = AutoModelForCausalLM.from_pretrained({base!r})
-model = PeftModel.from_pretrained(base, {adapter!r}).eval()
-with torch.no_grad():
-    torch.save(model(input_ids=torch.tensor({ids})).logits, {output!r})
-"""
-# as for someone who has never heard of acclimate
-WITHOUT = """
-import importlib.util, os
-sys.path = [p for p in sys.path if not os.path.isdir(os.path.join(p, "acclimate"))]
-sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module__ + getattr(f, "__module__", "")]
-assert importlib.util.find_spec("acclimate") is None
-"""
-
-
 def in_a_fresh_process(where: Path, adapter: str, prepare: str) -> Tensor | str:
     """Logits of the saved base with the saved adapter, or what the process said when it failed."""
-    output = where / "logits.pt"
-    script = FRESH.format(
-        prepare=prepare,
-        base=str(where / "base"),
-        adapter=str(where / adapter),
-        ids=inputs("llama")["input_ids"].tolist(),
-        output=str(output),
-    )
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=env, cwd=where, check=False
-    )
-    return torch.load(output) if result.returncode == 0 else result.stderr
+    try:
+        pair = where / "base", where / adapter
+        (found,) = logits_in_a_fresh_process([pair], inputs("llama")["input_ids"].tolist(), where, prepare)
+    except FreshProcessError as error:
+        return str(error)
+    return found
 
 
 @pytest.mark.parametrize("support", ["random", "block"])
@@ -586,7 +558,7 @@ def test_saved_adapter_is_the_same_in_a_fresh_process(tmp_path: Path, support: s
 
 def test_without_the_import_peft_says_it_does_not_know_the_type(tmp_path: Path) -> None:
     saved(tmp_path)
-    assert "FRAMEFT" in str(in_a_fresh_process(tmp_path, "adapter", WITHOUT))
+    assert "FRAMEFT" in str(in_a_fresh_process(tmp_path, "adapter", WITHOUT_ACCLIMATE))
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -752,7 +724,7 @@ def test_compact_support_is_exactly_a_lora_for_stock_peft(tmp_path: Path) -> Non
     model = saved(tmp_path, support="compact")
     errors = to_lora(model, tmp_path / "lora")
     assert set(errors.values()) == {0.0}
-    found = in_a_fresh_process(tmp_path, "lora", WITHOUT)
+    found = in_a_fresh_process(tmp_path, "lora", WITHOUT_ACCLIMATE)
     assert isinstance(found, Tensor), found
     torch.testing.assert_close(found, logits(model, "llama"), rtol=0, atol=1e-5)
     config = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
