@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +34,35 @@ def colour_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
         label = WORDS[number % 3]
         rows.append({"text": f"case {number} of {seed}: the {rng.choice(things[label])}", "label": label})
     return rows
+
+
+def task_rows(task: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The colour rows as a task wants them: for dpo, the wrong answer is the next colour."""
+    wrong = dict(zip(WORDS, (*WORDS[1:], WORDS[0]), strict=True))
+    if task == "sft":
+        return [{"id": f"r{i}", "prompt": row["text"], "completion": f" {row['label']}"} for i, row in enumerate(rows)]
+    if task == "dpo":
+        return [
+            {"prompt": row["text"], "chosen": f" {row['label']}", "rejected": f" {wrong[row['label']]}"} for row in rows
+        ]
+    return rows
+
+
+@contextmanager
+def signal_at(step: int, number: int = signal.SIGTERM) -> Iterator[None]:
+    """Inside, a training run of this process sends itself a signal at the end of a step."""
+    from acclimate import training
+
+    end = training._Watch.on_step_end
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == step:
+            os.kill(os.getpid(), number)
+        end(self, args, state, control, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training._Watch, "on_step_end", on_step_end)
+        yield
 
 
 def write_jsonl(path: Path, rows: list) -> Path:

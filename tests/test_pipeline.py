@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -22,21 +21,10 @@ from acclimate.errors import AcclimateError, InputError
 from acclimate.models import load_model
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted, Run, free_directory, read_json, read_rows
-from conftest import WORDS, colour_rows, write_jsonl
+from conftest import WORDS, colour_rows, signal_at, task_rows, write_jsonl
 from fresh_process import logits_in_a_fresh_process
 
 TRAIN, TEST = colour_rows(48), colour_rows(30, seed=1)
-
-
-def task_rows(task: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    wrong = dict(zip(WORDS, (*WORDS[1:], WORDS[0]), strict=True))
-    if task == "sft":
-        return [{"id": f"r{i}", "prompt": row["text"], "completion": f" {row['label']}"} for i, row in enumerate(rows)]
-    if task == "dpo":
-        return [
-            {"prompt": row["text"], "chosen": f" {row['label']}", "rejected": f" {wrong[row['label']]}"} for row in rows
-        ]
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -469,25 +457,18 @@ def test_the_demonstrations_defaults_survive_settings(tiny_lm: Path, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_at_a_step_and_resuming_gives_the_same_weights(
-    recipe_of: Callable[..., Recipe], tmp_path: Path, no_report: None, monkeypatch: pytest.MonkeyPatch, number: int
+    recipe_of: Callable[..., Recipe], tmp_path: Path, no_report: None, number: int
 ) -> None:
-    from acclimate import training
 
     recipe = recipe_of("choice", train={"max_steps": 12, "save_every": 5})
     whole = tune(recipe, directory=tmp_path / "whole")
-    end = training._Watch.on_step_end
-
-    def stop_at_step_seven(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 7:
-            os.kill(os.getpid(), number)
-        end(self, args, state, control, **kwargs)
-
     assert threading.current_thread() is threading.main_thread()
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    with monkeypatch.context() as patch:
-        patch.setattr(training._Watch, "on_step_end", stop_at_step_seven)
-        with pytest.raises(Interrupted, match="stopped at step 7; go on with: acclimate tune --resume") as caught:
-            tune(recipe, directory=tmp_path / "run")
+    with (
+        signal_at(7, number),
+        pytest.raises(Interrupted, match="stopped at step 7; go on with: acclimate tune --resume") as caught,
+    ):
+        tune(recipe, directory=tmp_path / "run")
     assert caught.value.exit_code == 130
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert Run(tmp_path / "run").info["status"] == "interrupted"

@@ -14,24 +14,13 @@ from acclimate import evaluate, tune
 from acclimate.errors import InputError
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted, Run, read_json, read_rows
-from conftest import colour_rows, write_jsonl
+from conftest import colour_rows, signal_at, task_rows, write_jsonl
 
 
 @pytest.fixture
 def recipe_of(tmp_path: Path, tiny_lm: Path, tiny_encoder: Path) -> Callable[..., Recipe]:
     def make(task: str, **fields: Any) -> Recipe:
-        rows: list[dict[str, Any]] = list(colour_rows(24))
-        if task == "sft":
-            rows = [{"prompt": row["text"], "completion": f" {row['label']}"} for row in rows]
-        if task == "dpo":
-            rows = [
-                {
-                    "prompt": r["text"],
-                    "chosen": f" {r['label']}",
-                    "rejected": " red" if r["label"] != "red" else " blue",
-                }
-                for r in rows
-            ]
+        rows = task_rows(task, colour_rows(24))
         train = {"max_steps": 8, "batch_size": 8, "lr": 5e-3, "save_every": 3}
         content = {
             "model": str(tiny_encoder if task == "classify" else tiny_lm),
@@ -67,22 +56,12 @@ def test_every_task_starts_in_its_own_directions(task: str, recipe_of: Callable[
 
 @pytest.mark.parametrize("start", [{}, {"mode": "residual"}, {"rank_budget": "fisher"}])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    start: dict[str, Any], recipe_of: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: dict[str, Any], recipe_of: Callable[..., Recipe], tmp_path: Path
 ) -> None:
-    from acclimate import training
-
     recipe = recipe_of("choice", init_args=start)
     whole = tune(recipe, directory=tmp_path / "whole")
-    end = training._Watch.on_step_end
-
-    def stop(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.interrupted = self.interrupted or state.global_step == 5
-        end(self, args, state, control, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training._Watch, "on_step_end", stop)
-        with pytest.raises(Interrupted):
-            tune(recipe, directory=tmp_path / "run")
+    with signal_at(5), pytest.raises(Interrupted):
+        tune(recipe, directory=tmp_path / "run")
     stamp = (tmp_path / "run" / "init.json").stat().st_mtime_ns
     run = tune(directory=tmp_path / "run", resume=True)
     assert (run / "init.json").stat().st_mtime_ns == stamp, "the start is found once"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,20 +23,9 @@ from acclimate.prepare import load_run
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted, Run, read_rows
 from acclimate.use import evaluate, export, predict
-from conftest import WORDS, colour_rows, write_jsonl
+from conftest import WORDS, colour_rows, signal_at, task_rows, write_jsonl
 
 TASKS = ("choice", "classify", "sft", "dpo")
-
-
-def task_rows(task: str, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    wrong = dict(zip(WORDS, (*WORDS[1:], WORDS[0]), strict=True))
-    if task == "sft":
-        return [{"prompt": row["text"], "completion": f" {row['label']}"} for row in rows]
-    if task == "dpo":
-        return [
-            {"prompt": row["text"], "chosen": f" {row['label']}", "rejected": f" {wrong[row['label']]}"} for row in rows
-        ]
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -113,21 +100,12 @@ def test_interrupted_and_resumed_ends_with_the_same_weights(
     finished: Callable[[str], Run],
     recipe_of: Callable[..., Recipe],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     task: str,
 ) -> None:
     """The draws come from the random state that a checkpoint keeps, the weight of the KL from the step."""
-    whole, end = finished(task), training._Watch.on_step_end
-
-    def stop(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        end(self, args, state, control, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training._Watch, "on_step_end", stop)
-        with pytest.raises(Interrupted):
-            tune(recipe_of(task), directory=tmp_path / "run")
+    whole = finished(task)
+    with signal_at(7), pytest.raises(Interrupted):
+        tune(recipe_of(task), directory=tmp_path / "run")
     run = tune(directory=tmp_path / "run", resume=True)
     name = "adapter/adapter_model.safetensors"
     assert (run / name).read_bytes() == (whole / name).read_bytes()
@@ -139,9 +117,7 @@ def test_interrupted_and_resumed_ends_with_the_same_weights(
     assert rows[0] == rows[1]
 
 
-def test_the_reference_of_dpo_is_the_untouched_model(
-    recipe_of: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reference_of_dpo_is_the_untouched_model(recipe_of: Callable[..., Recipe], tmp_path: Path) -> None:
     """With beta x margin at zero before any step, the first loss is ln 2 but for the policy's own noise."""
     recipe = recipe_of("dpo", train={"max_steps": 1}, adapter_args={"r": 4, "max_lambda": 1e-6, "max_sd": 1e-6})
     run = tune(recipe, directory=tmp_path / "run")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import re
 import signal
 from pathlib import Path
@@ -21,7 +20,7 @@ from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from acclimate import load_run, training, tune
+from acclimate import load_run, tune
 from acclimate.adapters import frame, sparse_update
 from acclimate.adapters.frame import FrameFTConfig, FrameFTLinear, suggest_lr
 from acclimate.adapters.frame_to_lora import to_lora
@@ -30,6 +29,7 @@ from acclimate.adapters.tight_frames import Basis, draw_positions
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted
 from adapters.matrix import ARCHITECTURES, disturb, inputs, logits, loss
+from conftest import signal_at
 from fresh_process import WITHOUT_ACCLIMATE, FreshProcessError, logits_in_a_fresh_process
 
 CPU = torch.device("cpu")
@@ -681,7 +681,7 @@ def test_injected_without_a_peft_model() -> None:
 
 
 def test_interrupted_run_ends_with_the_same_weights(
-    tiny_lm: Path, colour_files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_lm: Path, colour_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     recipe = Recipe(
         model=str(tiny_lm),
@@ -696,17 +696,8 @@ def test_interrupted_run_ends_with_the_same_weights(
     )
     whole = tune(recipe, directory=tmp_path / "whole")
     assert whole.info["parameters"]["trainable"] == 4 * 300
-    end = training._Watch.on_step_end
-
-    def stop_at_step_six(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        end(self, args, state, control, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training._Watch, "on_step_end", stop_at_step_six)
-        with pytest.raises(Interrupted):
-            tune(recipe, directory=tmp_path / "run")
+    with signal_at(6, signal.SIGINT), pytest.raises(Interrupted):
+        tune(recipe, directory=tmp_path / "run")
     resumed = tune(directory=tmp_path / "run", resume=True)
     first, second = (load_file(run.path / "adapter" / "adapter_model.safetensors") for run in (whole, resumed))
     assert first.keys() == second.keys()

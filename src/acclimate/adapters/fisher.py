@@ -419,7 +419,7 @@ def _start(
     if filled:
         warnings.warn(
             f"the data fix fewer directions than the rank in {', '.join(filled)}: the rest are random. Take more examples or a lower rank",
-            stacklevel=3,
+            stacklevel=4,
         )
     settings = {"mode": mode, "rank_budget": rank_budget, "seed": seed}
     skipped = sorted(_base_name(name) for name in layers.keys() - known.keys())
@@ -531,6 +531,6 @@ def _give_ranks(
             layer.update_layer(adapter_name, r=given[name], lora_alpha=alpha, config=config)
         config.rank_pattern[_base_name(name)], config.alpha_pattern[_base_name(name)] = given[name], alpha
     warnings.warn(
-        "the ranks differ by layer (rank_pattern): stock PEFT loads such an adapter, vLLM does not", stacklevel=4
+        "the ranks differ by layer (rank_pattern): stock PEFT loads such an adapter, vLLM does not", stacklevel=5
     )
     return given
