@@ -111,12 +111,8 @@ class TextTask:
         self.cache = FrozenPrefixCache(model, size.blocks, [row["ids"] for row in self.rows])
         self.suffix = suffix_model(model, size.blocks)
         numbers = list(range(len(self.rows)))
-        cuts = np.cumsum([size.train, size.held_out, size.test])
-        self.train, self.held_out, self.test = (
-            numbers[: cuts[0]],
-            numbers[cuts[0] : cuts[1]],
-            numbers[cuts[1] : cuts[2]],
-        )
+        seen = size.train + size.held_out
+        self.train, self.held_out, self.test = numbers[: size.train], numbers[size.train : seen], numbers[seen:]
 
     def read(self, size: Size) -> list[dict[str, Any]]:
         raise NotImplementedError
@@ -173,10 +169,6 @@ class Sentiment(TextTask):
                 ids = self.tokenizer(f"Review: {row['text']}\nSentiment:")["input_ids"]
                 found.append({"ids": ids, "label": int(row["label"] == "positive")})
         return found
-
-    def __init__(self, size: Size) -> None:
-        super().__init__(size)
-        self.test = list(range(size.train + size.held_out, len(self.rows)))
 
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, int]:
         last = batch["attention_mask"].sum(1) - 1
