@@ -13,7 +13,7 @@ PEFT's default start, so that learning rates carry over.
 The result is an ordinary LoRA for the untouched base, which stock PEFT and vLLM load.
 
 Scale: every rank makes the same pass over the same batches (nothing is reduced), or one rank does and broadcasts the adapter, as DDP
-does when it wraps a model. Memory is 8 (m^2 + n^2) bytes a layer, or 8 p (m + n) where the sides are sketched (above 2,048). Not for weights that FSDP has sharded:
+does when it wraps a model. Memory is 8 (m^2 + n^2) bytes a layer, or 8 p (m + n) where the sides are sketched (above 1,024). Not for weights that FSDP has sharded:
 call it before.
 
 Source: "Learning in the Fisher Subspace: A Guided Initialization for LoRA Fine-Tuning", ICML 2026, arXiv 2605.01046 (Kronecker factors of
@@ -54,7 +54,7 @@ Mode = Literal["input", "split", "residual"]
 State = dict[str, Tensor]
 
 KAPPA = 3**-0.5
-WIDE = 2048  # sides above this are sketched unless the caller says otherwise
+WIDE = 1024  # sides above this are sketched unless the caller says otherwise
 RANK_FLOOR = 1e-10  # eigenvalues below this share of the largest carry no direction
 
 
@@ -191,13 +191,13 @@ def _state(
     rank = max(layer.r[adapter_name] for layer in layers.values())
     if sketch and sketch < rank:
         raise ValueError(
-            f"sketch must be at least the rank {rank} (four times the rank is a good choice), not {sketch}"
+            f"sketch must be at least the rank {rank} (16 times the rank is a good choice), not {sketch}"
         )
 
     def width(size: int) -> int:
         if sketch is not None or criterion != "fisher":
             return sketch or 0
-        return max(64, 8 * rank) if size > WIDE else 0
+        return max(128, 16 * rank) if size > WIDE else 0
 
     with evaluating(peft_model), peft_model.disable_adapter():
         moments = collect_moments(
@@ -483,8 +483,9 @@ def fisher_init(
     init_scale
         Size of the start of mode="residual": its product has the norm sqrt(r/min(m, n)) init_scale ||W||_F.
     sketch
-        p: keep n x p numbers of a factor instead of n x n (four times the rank is plenty); 0: never; None: max(64, 8 r) for sides
-        above 2,048, for criterion "fisher".
+        p: keep n x p numbers of a factor instead of n x n (at 16 times the rank the leading spaces of real
+        MLP layers overlap with the exact ones by .97 to 1, at 8 times by .83 to .99); 0: never; None: max(128, 16 r) for sides
+        above 1,024, for criterion "fisher".
     seed
         Of drawn labels and of the random directions that fill up where the data fix fewer than the rank.
     advance

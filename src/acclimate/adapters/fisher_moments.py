@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from acclimate.linalg import leading_eigh, nystrom_eigh, overlap
+from acclimate.linalg import from_triangle, gram_triangle, leading_eigh, nystrom_eigh, overlap
 
 Factors = Literal["marginal", "kfac"]
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -44,15 +44,22 @@ class Gram:
         if 0 < sketch < size:
             generator = torch.Generator().manual_seed(seed)
             self.test = torch.randn(size, sketch, generator=generator)
-        self.sum = torch.zeros(size, size if self.test is None else self.test.shape[1], dtype=torch.float64)
+        # of the whole matrix the lower triangle
+        self._sum = torch.zeros(size, size if self.test is None else self.test.shape[1], dtype=torch.float64)
         self.trace = 0.0
 
     def add(self, z: Tensor, weight: Tensor | None) -> None:
         """Add the rows of z (T, d), weighted by (T,). Products are taken in z's precision, sums in float64."""
-        weighted = z if weight is None else weight[:, None] * z
-        right = z if self.test is None else z @ self.test.to(z)
-        self.sum += (weighted.T @ right).to(self.sum.device)
-        self.trace += float((weighted * z).sum(dtype=torch.float64))
+        if weight is not None:
+            z = weight.sqrt()[:, None] * z
+        product = gram_triangle(z) if self.test is None else z.T @ (z @ self.test.to(z))
+        self._sum += product.to(self._sum.device)
+        self.trace += float(z.square().sum(dtype=torch.float64))
+
+    @property
+    def sum(self) -> Tensor:
+        """The matrix (d, d), or its sketch (d, p)."""
+        return from_triangle(self._sum) if self.test is None else self._sum
 
     def leading(self, k: int) -> tuple[Tensor, Tensor]:
         """The `k` leading eigenpairs ((k,), (d, k)); from a sketch no more than it holds."""
