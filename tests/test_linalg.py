@@ -11,12 +11,17 @@ from acclimate.linalg import (
     complete_basis,
     effective_rank,
     eigh_descending,
+    from_triangle,
+    gram_triangle,
     leading_eigh,
     nystrom_eigh,
     overlap,
     participation_ratio,
     polar_factor,
     symmetric_power,
+    truncated_svd,
+    whitening_pair,
+    whitening_pair_of_root,
 )
 
 
@@ -52,14 +57,26 @@ def test_symmetric_power() -> None:
     torch.testing.assert_close(flat.diagonal(), torch.tensor([2**-0.5, 1e3], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("size", "k"), [(40, 40), (300, 4), (300, 100)])
-def test_leading_eigh_is_the_top_of_the_full_one(size: int, k: int) -> None:
-    matrix = with_spectrum(0.9 ** torch.arange(size, dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("size", "k", "decay"),
+    [(40, 40, 0.9), (300, 4, 0.9), (300, 100, 0.9), (300, 4, 0.999)],
+    ids=["small", "Lanczos", "many", "flat"],
+)
+def test_leading_eigh_is_the_top_of_the_full_one(size: int, k: int, decay: float) -> None:
+    matrix = with_spectrum(decay ** torch.arange(size, dtype=torch.float64))
     values, vectors = leading_eigh(matrix, k)
     exact_values, exact_vectors = eigh_descending(matrix)
     torch.testing.assert_close(values, exact_values[:k], rtol=1e-8, atol=1e-12)
     assert overlap(vectors[:, :4], exact_vectors[:, :4]) == pytest.approx(1, abs=1e-9)
     assert torch.equal(leading_eigh(matrix.clone(), k)[1], vectors)
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), transposed=st.booleans(), double=st.booleans())
+def test_gram_triangle_is_half_of_the_product(rows: int, columns: int, transposed: bool, double: bool) -> None:
+    z = random(columns, rows).T if transposed else random(rows, columns)
+    z = z if double else z.float()
+    torch.testing.assert_close(from_triangle(gram_triangle(z)), z.T @ z)
 
 
 @pytest.mark.parametrize(("values", "ratio"), [([1, 1, 1, 1], 4), ([5, 0, 0], 1), ([3, 1], 16 / 10)])
@@ -123,3 +140,36 @@ def test_the_polar_factor_is_the_nearest_isometry_and_unique_when_rank_is_missin
     twice = torch.cat([tall[0, :, :1], tall[0, :, :1]], dim=1)
     assert torch.allclose(polar_factor(twice), twice / twice.norm(), atol=1e-12)
     assert not polar_factor(torch.zeros(4, 2, dtype=torch.float64)).any()
+
+
+@pytest.mark.parametrize("solver", ["eigh", "cholesky"])
+def test_a_whitening_pair_whitens(solver: str) -> None:
+    rows = random(30, 5) @ torch.diag(torch.tensor([1.0, 1e-3, 10.0, 1.0, 0.0]).double())
+    gram, eye = rows.T @ rows, torch.eye(5, dtype=torch.float64)
+    S, S_inv = whitening_pair(gram, 1e-4, solver)  # type: ignore[arg-type]
+    torch.testing.assert_close(S @ S.T, gram + 1e-4 * eye, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(S_inv @ S, eye, rtol=1e-8, atol=1e-8)
+    root = torch.linalg.qr(rows, mode="r").R
+    R, R_inv = whitening_pair_of_root(root, 1e-4)
+    torch.testing.assert_close(R @ R.T, S @ S.T, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(R_inv @ R, eye, rtol=1e-8, atol=1e-8)
+
+
+def test_whitening_goes_on_where_cholesky_fails_and_stops_at_nothing() -> None:
+    """A Gram matrix of rank 1 whose other eigenvalues rounding has made negative."""
+    indefinite = torch.diag(torch.tensor([1.0, -1e-12, 0.0]).double())
+    S, S_inv = whitening_pair(indefinite, 1e-13, "cholesky")
+    torch.testing.assert_close(S @ S.T, torch.diag(torch.tensor([1.0, 0.0, 0.0]).double()), rtol=1e-9, atol=1e-11)
+    assert S_inv.isfinite().all()
+    with pytest.raises(torch.linalg.LinAlgError, match="is zero"):
+        whitening_pair(torch.zeros(3, 3), 0.0)
+    with pytest.raises(torch.linalg.LinAlgError, match="is singular"):
+        whitening_pair_of_root(torch.zeros(2, 3), 0.0)
+
+
+def test_the_truncated_svd_is_the_best_of_its_rank() -> None:
+    matrix = random(7, 5)
+    U, sigma, Vt = truncated_svd(matrix, 2)
+    assert (U.shape, sigma.shape, Vt.shape) == ((7, 2), (5,), (2, 5))
+    left = torch.linalg.norm(matrix - U * sigma[:2] @ Vt).square()
+    torch.testing.assert_close(left, torch.linalg.svdvals(matrix)[2:].square().sum())
