@@ -24,7 +24,7 @@ from acclimate import load_run, tune
 from acclimate.adapters import frame, sparse_update
 from acclimate.adapters.frame import FrameFTConfig, FrameFTLinear, suggest_lr
 from acclimate.adapters.frame_to_lora import to_lora
-from acclimate.adapters.sparse_update import SparseUpdate, pick_transform
+from acclimate.adapters.sparse_update import CHUNK, SparseUpdate, pick_transform
 from acclimate.adapters.tight_frames import Basis, draw_positions
 from acclimate.recipe import Recipe
 from acclimate.runs import Interrupted
@@ -169,6 +169,24 @@ def test_gradients(way: str, recompute: bool) -> None:
     s = torch.randn(min(count, 40), dtype=torch.float64, requires_grad=True)
     x = torch.randn(2, 2, bases[1].n, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, s: update(x, s, recompute), (x, s))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_many_vectors_are_taken_in_chunks(recompute: bool) -> None:
+    bases, count, transform = WAYS["fft"]
+    update, _ = make(bases, count, transform=transform)
+    s = torch.randn(count, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2 * CHUNK + 3, bases[1].n, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(len(x), bases[0].n, dtype=torch.float64)
+    y = update(x, s, recompute)
+    found = torch.autograd.grad(y, (x, s), g)
+    whole = x @ update.dense(s).T
+    torch.testing.assert_close(y, whole)
+    units = torch.eye(count, dtype=torch.float64)
+    by_hand = torch.stack([(g * (x @ update.dense(unit).T)).sum() for unit in units])
+    torch.testing.assert_close(found, (g @ update.dense(s), by_hand))
+    only_s = torch.autograd.grad(update(x.detach(), s, recompute), s, g)
+    torch.testing.assert_close(only_s[0], found[1])
 
 
 @pytest.mark.parametrize("way", ["fft", "redundant"])

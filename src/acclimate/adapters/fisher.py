@@ -190,9 +190,7 @@ def _state(
         raise ValueError("fisher='true' draws labels for the model's own loss: leave loss_fn away")
     rank = max(layer.r[adapter_name] for layer in layers.values())
     if sketch and sketch < rank:
-        raise ValueError(
-            f"sketch must be at least the rank {rank} (16 times the rank is a good choice), not {sketch}"
-        )
+        raise ValueError(f"sketch must be at least the rank {rank} (16 times the rank is a good choice), not {sketch}")
 
     def width(size: int) -> int:
         if sketch is not None or criterion != "fisher":

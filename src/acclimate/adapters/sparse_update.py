@@ -16,6 +16,7 @@ import hashlib
 import math
 import time
 import warnings
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -27,6 +28,7 @@ from torch import Tensor
 from acclimate.adapters.tight_frames import Basis, frame_rows
 
 Transform = Literal["auto", "fft", "gemm", "timed"]
+CHUNK = 128  # vectors taken through all steps at once on a CPU, so that what lies between the steps stays in its cache
 SPARSE_DEVICES = ("cpu", "cuda")  # where torch has kernels for CSR matrices; elsewhere rows are gathered and added
 
 with warnings.catch_warnings():
@@ -242,23 +244,50 @@ class SparseUpdate:
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, s: Tensor, update: SparseUpdate, recompute: bool) -> Tensor:
+        size = CHUNK if x.device.type == "cpu" and not torch.compiler.is_compiling() else max(1, len(x))
+        kept = []
+
+        def change(part: Tensor) -> Tensor:
+            u = update.into.apply(part)
+            kept.append(part if recompute else u)
+            return update.out.adjoint(update.support.mm(s, u))
+
         with torch.autocast(x.device.type, enabled=False):
-            u = update.into.apply(x)
-            y = update.out.adjoint(update.support.mm(s, u))
-        ctx.save_for_backward(s, x if recompute else u)
-        ctx.update, ctx.recompute = update, recompute
+            y = _by_chunks(change, x, size)
+        ctx.save_for_backward(s, *kept)
+        ctx.update, ctx.recompute, ctx.size = update, recompute, size
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         update: SparseUpdate = ctx.update
-        s, kept = ctx.saved_tensors
+        s, *kept = ctx.saved_tensors
+        wants_x, wants_s = ctx.needs_input_grad[:2]
+        parts = iter(kept)
+        ds = torch.zeros_like(s) if wants_s else None
+
+        def pull_back(part: Tensor) -> Tensor:
+            nonlocal ds
+            h, u = update.out.apply(part), next(parts)
+            if ds is not None:
+                ds = ds + update.support.dot(h, update.into.apply(u) if ctx.recompute else u)
+            return update.into.adjoint(update.support.t_mm(s, h)) if wants_x else part[:, :0]
+
         with torch.autocast(g.device.type, enabled=False):
-            u = update.into.apply(kept) if ctx.recompute else kept
-            h = update.out.apply(g)
-            ds = update.support.dot(h, u) if ctx.needs_input_grad[1] else None
-            dx = update.into.adjoint(update.support.t_mm(s, h)) if ctx.needs_input_grad[0] else None
-        return dx, ds, None, None
+            dx = _by_chunks(pull_back, g, ctx.size)
+        return dx if wants_x else None, ds, None, None
+
+
+def _by_chunks(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
+    """`function` of rows (T, n), `size` at a time; its results (t, m) one below the other."""
+    first = function(rows[:size])
+    if len(rows) <= size:
+        return first
+    result = first.new_empty(len(rows), first.shape[1])
+    result[:size] = first
+    for start in range(size, len(rows), size):
+        result[start : start + size] = function(rows[start : start + size])
+    return result
 
 
 _UPDATES: WeakValueDictionary[tuple, SparseUpdate] = WeakValueDictionary()
