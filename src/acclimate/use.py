@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,32 @@ def posterior_draws(model: Any, task: Task, recipe: Recipe, samples: int | None)
     return Draws(samples, recipe.seed)
 
 
+def rows_to_score(
+    model: str | Path, data_source: str | None, settings: Mapping[str, Any]
+) -> tuple[Recipe, Task, Table]:
+    """The recipe (labels, template, ...), task and rows by which `evaluate` scores a model or a run. Arguments as there."""
+    is_run = (Path(model) / "run.json").exists()
+    if is_run:
+        recipe = Recipe.from_yaml(Path(model) / "recipe.yaml")
+        if data_source is not None:  # other rows than the run's: all of them, unless a number is asked for
+            recipe = recipe.replace(max_eval_samples=None)
+        recipe = recipe.replace(**settings)
+        source = data_source or recipe.eval_data
+    else:
+        if data_source is None:
+            raise InputError("name the rows to score with --data")
+        source = data_source
+        recipe = with_sample_defaults(Recipe(**nest({"model": str(model), "data": source, **settings})))
+        source = recipe.eval_data or source
+    task = get_task(recipe.task or "choice")
+    if source is None:  # the run held out a part of its training rows
+        table = load_tables(recipe)[1]
+    else:
+        table = data.read_table(source, split="test", skip_bad=recipe.skip_bad)
+        table = data.with_ids(data.rename_columns(table, recipe.columns))
+    return recipe if is_run else task.complete(recipe, table), task, table
+
+
 def evaluate(
     model: str | Path,
     data_source: str | None = None,
@@ -123,26 +149,7 @@ def evaluate(
     is_run = (Path(model) / "run.json").exists()
     if is_run and adapter is not None:
         raise InputError(f"'{model}' is a run and has its own adapter; give the base model with --adapter")
-    if is_run:
-        recipe = Recipe.from_yaml(Path(model) / "recipe.yaml")
-        if data_source is not None:  # other rows than the run's: all of them, unless a number is asked for
-            recipe = recipe.replace(max_eval_samples=None)
-        recipe = recipe.replace(**settings)
-        source = data_source or recipe.eval_data
-    else:
-        if data_source is None:
-            raise InputError("name the rows to score with --data")
-        source = data_source
-        recipe = with_sample_defaults(Recipe(**nest({"model": str(model), "data": source, **settings})))
-        source = recipe.eval_data or source
-    task = get_task(recipe.task or "choice")
-    if source is None:  # the run held out a part of its training rows
-        table = load_tables(recipe)[1]
-    else:
-        table = data.read_table(source, split="test", skip_bad=recipe.skip_bad)
-        table = data.with_ids(data.rename_columns(table, recipe.columns))
-    if not is_run:
-        recipe = task.complete(recipe, table)
+    recipe, task, table = rows_to_score(model, data_source, settings)
     if directory is not None and any(Path(directory).glob("*")):
         raise InputError(f"'{directory}' is not empty. Choose another place with -o")
     if is_run:

@@ -89,7 +89,7 @@ def test_compare_basis(capsys: pytest.CaptureFixture[str], two: list[str]) -> No
     ("arguments", "message"),
     [
         ((), "say where to write the merged adapter: -o DIRECTORY"),
-        (("-o", "first"), "'first' exists. Choose another place with -o, or replace it with --overwrite"),
+        (("-o", "first"), "'first' is, or holds, the input 'first'. Choose another place with -o"),
         (("-o", "x", "--rule", "tise"), "Did you mean 'ties'?"),
         (("-o", "x", "--rank", "0"), "rank must be at least 1, not 0"),
         (("-o", "x", "--rank", "-3"), "rank must be at least 1, not -3"),
@@ -116,6 +116,15 @@ def test_overwrite(capsys: pytest.CaptureFixture[str], two: list[str]) -> None:
     before = Path("both/README.md").read_text()
     assert called(capsys, *two, "-o", "both", "-q", "--overwrite", "--seed", "5")[0] == 0
     assert Path("both/README.md").read_text() != before
+
+
+@pytest.mark.parametrize("out", ["first", "."])
+def test_an_input_is_not_overwritten(capsys: pytest.CaptureFixture[str], two: list[str], out: str) -> None:
+    before = {path: path.read_bytes() for path in Path().rglob("*.*") if path.is_file()}
+    code, _, err = called(capsys, *two, "-o", out, "--overwrite")
+    assert code == 2
+    assert f"'{out}' is, or holds, the input 'first'. Choose another place with -o" in err
+    assert {path: path.read_bytes() for path in Path().rglob("*.*") if path.is_file()} == before
 
 
 def test_a_full_disk_leaves_no_half_result(capsys: pytest.CaptureFixture[str], two: list[str]) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Speaker, bytes_text, seconds_text
+from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, bytes_text, seconds_text
+from acclimate.cli.scoring import BaseModel, Evaluate, ScoredTask, recipe_fields, scores_shown
 
 EXAMPLES = """
 Merge LoRA adapters of one base model into one ordinary LoRA adapter. The base model is not needed.
@@ -20,6 +21,8 @@ acclimate merge a b -o ab --rule ties --density 0.2 --weights 1,0.5 --rank 32
 acclimate merge a b -o ab --rank auto:0.95 --report ab.json
 acclimate merge a b --dry-run
 acclimate merge a b --compare-basis
+acclimate merge runs/a runs/b -o ab --evaluate own --evaluate own
+acclimate merge a b -o ab --evaluate banking.csv --evaluate travel=trips.csv --task choice
 ```
 """
 
@@ -64,6 +67,10 @@ def merge(
     compare_basis: Annotated[
         bool, typer.Option("--compare-basis", help="Merge with every basis, and write nothing but their times.")
     ] = False,
+    evaluate: Evaluate = None,
+    model: BaseModel = None,
+    task: ScoredTask = None,
+    recipe_keys: Set = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -71,6 +78,7 @@ def merge(
 
     from acclimate.errors import InputError
     from acclimate.merge import compare_bases, merge_adapters, plan_merge
+    from acclimate.merge_evaluation import base_model, merge_systems, read_rows, score, write_scores
     from acclimate.runs import write_text
 
     speaker = Speaker(as_json, quiet)
@@ -118,7 +126,20 @@ def merge(
             return
         if output is None:
             raise InputError("say where to write the merged adapter: -o DIRECTORY")
+        if evaluate:  # wrong rows are told of before there is work to lose
+            if len(evaluate) != len(adapters):
+                raise InputError(
+                    f"there are {len(adapters)} adapters and {len(evaluate)} sets of rows: give --evaluate once for each adapter, in "
+                    "their order"
+                )
+            base = base_model(adapters, model)
+            scored = read_rows(evaluate, adapters, base, recipe_fields(task, recipe_keys))
         result = merge_adapters(adapters, output, overwrite=overwrite, show=speaker.show, **settings)
+        scores = None
+        if evaluate:
+            options = {key: settings[key] for key in ("weights", "device", "modules_to_save", "allow_different_base")}
+            scores = score(merge_systems(adapters, output, base, rule, **options), scored, "merge", speaker.show)
+            write_scores(scores, output)
     except ValueError as error:
         raise InputError(str(error)) from error
     if report is not None:
@@ -136,9 +157,11 @@ def merge(
         seconds_text(totals["seconds"]),
     )
     speaker.result(
-        {"directory": result.directory, "totals": totals, "warnings": result.warnings, "modules": result.modules},
+        {"directory": result.directory, "totals": totals, "warnings": result.warnings, "modules": result.modules}
+        | ({"scores": scores} if scores else {}),
         table,
         *(f"note: {text}" for text in result.warnings),
+        *(scores_shown(scores, output) if scores else ()),
         f"wrote {output}",
     )
 

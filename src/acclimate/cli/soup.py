@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Speaker, bytes_text, seconds_text
+from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, bytes_text, seconds_text
+from acclimate.cli.scoring import BaseModel, Evaluate, ScoredTask, recipe_fields, scores_shown
 
 EXAMPLES = """
 Make one fine-tuned checkpoint, or one LoRA adapter, more robust outside its training data. No data is needed.
@@ -19,6 +20,7 @@ acclimate soup base-model tuned-model -o robust-model
 acclimate soup base-model tuned-model --dry-run
 acclimate soup my-adapter -o robust-adapter
 acclimate soup base.safetensors tuned.safetensors -o robust --exclude lm_head --report soup.json
+acclimate soup base-model runs/full-tune -o robust-model --evaluate own --evaluate other=elsewhere.csv
 ```
 """
 
@@ -44,6 +46,10 @@ def soup(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
     report: Annotated[Path | None, typer.Option(help="Also write the report here (JSON).", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
+    evaluate: Evaluate = None,
+    model: BaseModel = None,
+    task: ScoredTask = None,
+    recipe_keys: Set = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -52,6 +58,15 @@ def soup(
     from acclimate.errors import InputError
     from acclimate.merge import monosoup_adapter, monosoup_checkpoint
     from acclimate.merge.monosoup import SoupSettings
+    from acclimate.merge_evaluation import (
+        adapter_soup_systems,
+        base_model,
+        model_directory,
+        read_rows,
+        score,
+        soup_systems,
+        write_scores,
+    )
     from acclimate.runs import write_text
 
     speaker = Speaker(as_json, quiet)
@@ -86,10 +101,24 @@ def soup(
             "overwrite": overwrite,
             "show": speaker.show,
         }
+        if evaluate:  # wrong rows are told of before there is work to lose
+            if len(paths) == 1:
+                base = base_model(paths, model)
+            else:
+                base = str(model_directory(paths[0]))
+                model_directory(paths[1])
+            fields = recipe_fields(task, recipe_keys)
+            rows = read_rows(evaluate, [paths[-1]] * len(evaluate), base, fields)
         if len(paths) == 1:
             result = monosoup_adapter(paths[0], output, **settings)
         else:
             result = monosoup_checkpoint(paths[0], paths[1], output, **settings)
+        scores = None
+        if evaluate:
+            one = len(paths) == 1
+            systems = adapter_soup_systems(paths[0], output, base) if one else soup_systems(paths[0], paths[1], output)
+            scores = score(systems, rows, "soup", speaker.show)
+            write_scores(scores, output)
     except ValueError as error:
         raise InputError(str(error)) from error
     if report is not None:
@@ -104,9 +133,11 @@ def soup(
         seconds_text(totals["seconds"]),
     )
     speaker.result(
-        {"directory": result.directory, "totals": totals, "warnings": result.warnings, "tensors": result.tensors},
+        {"directory": result.directory, "totals": totals, "warnings": result.warnings, "tensors": result.tensors}
+        | ({"scores": scores} if scores else {}),
         table,
         *(f"note: {text}" for text in result.warnings),
+        *(scores_shown(scores, output) if scores else ()),
         f"wrote {output}",
     )
 

@@ -22,7 +22,7 @@ from acclimate.merge.adapter_files import CONFIG, WEIGHTS, Module, StreamedFile,
 from acclimate.merge.circumerge import Basis, Core, RankDeficient, merge_core
 from acclimate.merge.plan import MergePlan, plan_merge
 from acclimate.merge.report import MergeReport, fingerprint, made_with, make_report, module_row, rank_for, readme
-from acclimate.merge.unfinished import Unfinished, refuse_existing
+from acclimate.merge.unfinished import Unfinished, check_place
 from acclimate.runs import storage_errors, write_json, write_text
 from acclimate.show import Silent
 
@@ -99,7 +99,7 @@ def merge_in_memory(
 
 def _merge_to(plan: MergePlan, out: Path, overwrite: bool, show: Silent) -> MergeReport:
     start = time.perf_counter()
-    refuse_existing(out, overwrite)
+    check_place(out, [a.path.parent for a in plan.adapters if a.path is not None], overwrite)
     with storage_errors(out):
         hashes = [adapter.sha256() for adapter in plan.adapters]
         with Unfinished(out, fingerprint(plan, hashes)) as unfinished:

@@ -1,7 +1,7 @@
-"""What else people do with fine-tuned weights, for comparison with MonoSoup: interpolation, soups, Model Stock, LiNeS, truncation.
+"""What else people do with fine-tuned weights, for comparison: interpolation, soups, Model Stock, LiNeS, truncation; PEFT's linear merge.
 
-All take state dicts or paths of checkpoints (read one tensor at a time) and return a state dict with the names and types of the
-fine-tuned one. Tensors that are not floating point, or that the base lacks, are those of the (first) fine-tuned one.
+All but the last take state dicts or paths of checkpoints (read one tensor at a time) and return a state dict with the names and types
+of the fine-tuned one. Tensors that are not floating point, or that the base lacks, are those of the (first) fine-tuned one.
 
 Sources: WiSE-FT (Wortsman et al., CVPR 2022); model soups (Wortsman et al., ICML 2022); Model Stock (Jang et al., ECCV 2024);
 LiNeS (Wang et al., ICLR 2025).
@@ -10,13 +10,16 @@ LiNeS (Wang et al., ICLR 2025).
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acclimate.errors import InputError
+from acclimate.merge.adapter_files import Adapter, find_modules, merged_config
 from acclimate.merge.checkpoints import Checkpoint, as_checkpoint, counterparts
 from acclimate.merge.monosoup import Source, weights_of
 
@@ -124,3 +127,32 @@ def low_rank_truncate(base: Source, tuned: Source, k: int | None = None) -> dict
         return w0 + ((left[:, :kept] * sigma[:kept]) @ right[:kept]).reshape(w0.shape)
 
     return _combine(base, [tuned], rule)
+
+
+def peft_linear(
+    adapters: Sequence[Adapter], weights: Sequence[float] | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config, tensors) of PEFT's `linear`: A and B averaged apart, sum_t sqrt(w_t s_t) A_t and the same of B, with weights of sum 1.
+
+    A negative weight's root has its sign, in A. Raises ValueError where there is no such mean: for adapters of different ranks or
+    layers, or with tensors beside the low-rank pairs, and for weights of sum 0.
+    """
+    modules, others = find_modules(list(adapters))
+    ranks = {part.rank for module in modules for part in module.parts}
+    if others or len(ranks) > 1 or any(len(module.parts) < len(adapters) for module in modules):
+        raise ValueError("PEFT's linear merge needs adapters of one rank on the same layers, and nothing else in them")
+    weights = [1.0] * len(adapters) if weights is None else list(weights)
+    if sum(weights) == 0:
+        raise ValueError("the weights add up to 0: they have no mean")
+    state: dict[str, Tensor] = {}
+    for module in modules:
+        shares = [weights[part.adapter] / sum(weights) for part in module.parts]
+        roots = [math.sqrt(abs(share) * part.scale) for share, part in zip(shares, module.parts, strict=True)]
+        signs = [math.copysign(1.0, share) for share in shares]
+        a = [adapters[part.adapter].finite(module.key_a).float() for part in module.parts]
+        b = [adapters[part.adapter].finite(module.key_b).float() for part in module.parts]
+        state[module.key_a] = sum(
+            (root * sign * x for root, sign, x in zip(roots, signs, a, strict=True)), torch.zeros_like(a[0])
+        )
+        state[module.key_b] = sum((root * x for root, x in zip(roots, b, strict=True)), torch.zeros_like(b[0]))
+    return merged_config(list(adapters), modules, ranks.pop(), None), state

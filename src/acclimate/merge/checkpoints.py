@@ -42,7 +42,7 @@ _QUANTISED = re.compile(
 )
 _NOT_COPIED = (".safetensors", *_PICKLED, ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
 REPORT = "soup_report.json"
-_OURS = {CONFIG, REPORT, "journal.jsonl"}  # written anew
+_OURS = {CONFIG, REPORT, "journal.jsonl", "scores.json", "report.html"}  # written anew, or about the input alone
 _NOT_COPIED_DIRECTORIES = re.compile(r"\..*|checkpoint-\d+|onnx|openvino")
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from acclimate.errors import InputError, did_you_mean
-from acclimate.linalg import effective_rank
+from acclimate.linalg import effective_rank, gram_triangle
 from acclimate.merge.checkpoints import Checkpoint, as_checkpoint, counterparts, in_memory
 
 Mode = Literal["effective-rank", "variance"]
@@ -121,7 +121,7 @@ def soup_delta(delta: Tensor, settings: SoupSettings | None = None) -> tuple[Ten
 
 def _by_gram(delta: Tensor, settings: SoupSettings) -> tuple[Tensor, Edit]:
     wide = delta.shape[0] < delta.shape[1]
-    values, vectors = torch.linalg.eigh(delta @ delta.T if wide else delta.T @ delta)  # the largest is the last
+    values, vectors = torch.linalg.eigh(gram_triangle(delta.T if wide else delta))  # the largest is the last
     rounding = 4 * math.sqrt(max(delta.shape)) * torch.finfo(torch.float64).eps  # of the sums in the Gram matrix
     sigma = torch.where(values > rounding * values[-1], values, 0.0).sqrt().flip(0)
     edit = weights_of(sigma, settings.mode, settings.energy)

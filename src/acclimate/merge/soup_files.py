@@ -40,7 +40,7 @@ from acclimate.merge.monosoup import (
     soup_lora,
 )
 from acclimate.merge.plan import named_device, named_dtype
-from acclimate.merge.unfinished import Unfinished, refuse_existing
+from acclimate.merge.unfinished import Unfinished, check_place
 from acclimate.runs import storage_errors, write_json
 from acclimate.show import Silent
 
@@ -68,7 +68,7 @@ def monosoup_checkpoint(
     """
     start, chosen, target, where = time.perf_counter(), SoupSettings(**settings), named_dtype(dtype), Path(out)
     named_device(chosen.device)
-    _check_place(where, [Path(base), Path(tuned)], overwrite)
+    check_place(where, [Path(base), Path(tuned)], overwrite)
     plan = plan_soup(base, tuned, chosen)
     layouts = checkpoint_layouts(plan, target)
     dtypes = {name: kind for layout in layouts.values() for name, kind, _ in layout}
@@ -124,7 +124,7 @@ def monosoup_adapter(
     """
     start, chosen, target, where = time.perf_counter(), SoupSettings(**settings), named_dtype(dtype), Path(out)
     named_device(chosen.device)
-    _check_place(where, [Path(path)], overwrite)
+    check_place(where, [Path(path)], overwrite)
     adapter, modules, extras = open_lora(path, chosen)
     layout: Layout = []
     for module in modules:
@@ -199,13 +199,6 @@ def _soup_module(adapter: Adapter, module: Module, settings: SoupSettings) -> tu
     if part.bias:
         tensors.append((module.key_bias, part.scale * adapter.finite(module.key_bias).double()))
     return tensors, row
-
-
-def _check_place(out: Path, inputs: Sequence[Path], overwrite: bool) -> None:
-    for path in inputs:
-        if path.exists() and (out.resolve() == path.resolve() or out.resolve() in path.resolve().parents):
-            raise InputError(f"'{out}' is, or holds, the input '{path}'. Choose another place with -o")
-    refuse_existing(out, overwrite)
 
 
 def _stream(

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +23,11 @@ class Syncs(Protocol):
 JOURNAL_SECONDS = 2.0  # so much work a kill can cost, at most
 
 
-def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raises InputError when there is something at `out` that may not be replaced."""
+def check_place(out: Path, inputs: Sequence[Path], overwrite: bool) -> None:
+    """Raises InputError when `out` is or holds one of the inputs, or is something that may not be replaced."""
+    for path in inputs:
+        if path.exists() and (out.resolve() == path.resolve() or out.resolve() in path.resolve().parents):
+            raise InputError(f"'{out}' is, or holds, the input '{path}'. Choose another place with -o")
     if (out.exists() or out.is_symlink()) and not overwrite:
         raise InputError(f"'{out}' exists. Choose another place with -o, or replace it with --overwrite")
 

@@ -54,12 +54,13 @@ DATA_LABELS = {
 def write_report(directory: Path) -> Path:
     """Write `directory`/report.html and return its path.
 
-    The directory is a comparison (has compare.json), a run (run.json) or a bare evaluation (evaluation.json). Optional
-    files that are absent leave their section out with a sentence that says so. Only files in `directory` are read. The
-    page is written to a temporary name and renamed, so a reader never sees half of it.
+    The directory is a comparison (has compare.json), a run (run.json), a bare evaluation (evaluation.json), a merge or soup
+    with scores (scores.json) or a compression (compression.json). Optional files that are absent leave their section out
+    with a sentence that says so. Only files in `directory` are read. The page is written to a temporary name and renamed,
+    so a reader never sees half of it.
 
     Raises:
-        InputError: none of the three files is there, or one of them is not valid JSON.
+        InputError: none of these files is there, or one of them is not valid JSON.
     """
     directory = Path(directory)
     page = render(directory)
@@ -77,10 +78,14 @@ def render(directory: Path) -> str:
         template, context = "comparison.html.j2", _comparison(directory)
     elif (directory / "run.json").is_file() or (directory / "evaluation.json").is_file():
         template, context = "run.html.j2", _run(directory)
+    elif (directory / "scores.json").is_file():
+        template, context = "merge.html.j2", _merge(directory)
+    elif (directory / "compression.json").is_file():
+        template, context = "compress.html.j2", _compression(directory)
     else:
         raise InputError(
-            f"{directory} has no compare.json, run.json or evaluation.json, so there is nothing to report. "
-            "Give the directory of a run, a comparison or an evaluation."
+            f"{directory} has no compare.json, run.json, evaluation.json, scores.json or compression.json, so there is nothing to report. "
+            "Give the directory of a run, a comparison, an evaluation, a merge with --evaluate, or a compression."
         )
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -161,6 +166,18 @@ def _start(init: Json | None) -> Json | None:
     if not init or not init.get("layers"):
         return None
     layers = init["layers"]
+    if init["method"] == "principal":
+        shares = [layer["kept"] for layer in layers]
+        known = {
+            "Layers": f"{len(layers)}",
+            "Time": numbers.duration(init["seconds"]),
+            "Share of the outputs' energy in the adapter, median": numbers.number(statistics.median(shares)),
+        }
+        about = "The share of each layer's output energy on this data that the adapter starts with, and the base without it lacks."
+        drawn = plots.by_block(
+            layers, {"kept": "share of outputs"}, f"Share that the start holds in {len(layers)} layers", share=True
+        )
+        return {"svg": drawn, "facts": _facts(known.items()), "about": about}
 
     def median(key: str) -> str:
         known = [layer[key] for layer in layers if layer[key] is not None]
@@ -177,7 +194,11 @@ def _start(init: Json | None) -> Json | None:
         "Overlap with EVA's input directions, median": median("overlap_eva"),
         "Overlap with PiSSA's input directions, median": median("overlap_pissa"),
     }
-    return {"svg": plots.energy_of_start(layers), "facts": _facts(facts.items())}
+    about = (
+        "The share of each layer's Fisher energy that its leading directions hold: near 1, the rank covers almost all that the "
+        "predictions on this data depend on."
+    )
+    return {"svg": plots.energy_of_start(layers), "facts": _facts(facts.items()), "about": about}
 
 
 def _comparison(directory: Path) -> Json:
@@ -241,6 +262,48 @@ def _comparison(directory: Path) -> Json:
             for cell in cells
             for run in cell.get("runs") or []
         ],
+    }
+
+
+def _merge(directory: Path) -> Json:
+    """What merge.html.j2 shows of a merge or a soup that was scored."""
+    from acclimate.report import plots
+
+    document = _read_json(directory / "scores.json") or {}
+    return {
+        "title": directory.resolve().name,
+        "document": document,
+        "reference": next(system["name"] for system in document["systems"] if system["role"] == "reference"),
+        "lower": any(not part["higher_is_better"] for part in document["rows"]),
+        "kept": plots.kept(document["systems"]),
+    }
+
+
+def _compression(directory: Path) -> Json:
+    """What compress.html.j2 shows of a compressed model."""
+    from acclimate.report import plots
+
+    document = _read_json(directory / "compression.json") or {}
+    layers, blocks = document["layers"], document["blocks"]
+    depth = [{"name": f".{row['block']}.output of the block", **row} for row in blocks]
+    settings = {key: value for key, value in document["settings"].items() if value is not None}
+    return {
+        "title": directory.resolve().name.removeprefix(runs.PARTIAL),
+        "document": document,
+        "depth": plots.by_block(
+            depth, {"error": "relative error"}, f"Error of the hidden states after each of {len(blocks)} blocks"
+        ),
+        "errors": plots.by_block(
+            layers,
+            {"error": "error", "inherited": "inherited", "local": "dropped"},
+            f"Errors of {len(layers)} layers against the block",
+        )
+        if layers
+        else None,
+        "ranks": plots.by_block(layers, {"rank": "rank"}, f"Ranks of {len(layers)} layers against the block")
+        if layers
+        else None,
+        "settings": _facts((_plain(key), value) for key, value in settings.items()),
     }
 
 

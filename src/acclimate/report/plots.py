@@ -233,30 +233,83 @@ def evidence_plot(rows: Sequence[tuple[str, float, float | None, float | None]],
         return _svg(figure, f"{metric}: {listing}")
 
 
+def kept(systems: Sequence[Mapping[str, Any]]) -> str:
+    """Horizontal bars of the mean share that each system keeps, first on top, with a dot for each set of rows: the `systems` of a
+    merge's scores.json. The result's bar has another colour; a line marks 1."""
+    shown = [system for system in systems if system["mean_kept"] is not None]
+    parts = list(dict.fromkeys(part for system in shown for part in system["kept"]))
+    with _style():
+        figure, axes = _figure(0.8 + 0.3 * len(shown) + 0.17 * -(-len(parts) // 3))
+        y = np.arange(len(shown))[::-1]
+        colours = [COLOURS[1] if system["role"] == "result" else COLOURS[0] for system in shown]
+        axes.barh(y, [system["mean_kept"] for system in shown], height=0.62, color=colours, alpha=0.35, linewidth=0)
+        for number, part in enumerate(parts):
+            points = [
+                (system["kept"][part], position)
+                for system, position in zip(shown, y, strict=True)
+                if system["kept"].get(part) is not None
+            ]
+            axes.plot(*zip(*points, strict=True), "os^Dv"[number % 5], color=COLOURS[number % len(COLOURS)], markersize=4.5,
+                      label=_short(part, 24))  # fmt: skip
+        for system, position in zip(shown, y, strict=True):
+            axes.annotate(
+                numbers.number(system["mean_kept"]),
+                (1.02, position),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                fontsize=9,
+            )
+        axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (3, 3)), alpha=0.6)
+        axes.set_yticks(y, [_wrapped(str(system["name"])) for system in shown])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        _label(axes, "share of the score that is kept", "")
+        figure.legend(loc="outside lower left", ncols=3)
+        listing = ", ".join(f"{system['name']} {numbers.number(system['mean_kept'])}" for system in shown)
+        return _svg(figure, f"Share of the score that is kept, mean: {listing}")
+
+
 def energy_of_start(layers: Sequence[Mapping[str, Any]]) -> str:
     """Share of the Fisher energy that the chosen directions hold, against the block, a line for each kind of layer: on the
     input side above, on the output side below. `layers` are those of a run's init.json."""
-    kinds: dict[str, list[tuple[int, float, float]]] = {}
+    return by_block(
+        layers,
+        {"share_inputs": "share of inputs", "share_outputs": "share of outputs"},
+        f"Share of the Fisher energy in the chosen directions of {len(layers)} layers, against the block",
+        share=True,
+    )
+
+
+def by_block(
+    layers: Sequence[Mapping[str, Any]], panels: Mapping[str, str], description: str, share: bool = False
+) -> str:
+    """A panel for each of `panels` (key: axis label), one above the other, with the key's value of every layer against its block, a line
+    for each kind of layer. `layers` have a `name` with the block's number in it; values may be None. `share`: axes from 0 to 1."""
+    kinds: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
     for place, layer in enumerate(layers):
         block = re.search(r"\.(\d+)\.", layer["name"])
-        row = (int(block[1]) if block else place, layer["share_inputs"], layer["share_outputs"])
-        kinds.setdefault(layer["name"].rsplit(".", 1)[-1], []).append(row)
+        kinds.setdefault(layer["name"].rsplit(".", 1)[-1], []).append((int(block[1]) if block else place, layer))
     with _style():
-        figure = Figure(figsize=(WIDTH, 4.4 + 0.17 * (len(kinds) // 3)))
-        above, below = figure.subplots(2, 1, sharex=True, sharey=True)
-        for i, (kind, rows) in enumerate(kinds.items()):
-            found = np.array(rows, dtype=float)
-            look: Any = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % len(DASHES)]}
-            above.plot(found[:, 0], found[:, 1], marker="o", markersize=3, **look, label=_short(kind, 24))
-            below.plot(found[:, 0], found[:, 2], marker="o", markersize=3, **look)
-        above.set_ylim(0, 1.04)
-        _label(above, "", "share of inputs")
-        _label(below, "block", "share of outputs")
-        below.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        figure.legend(loc="outside lower left", ncols=3)
-        return _svg(
-            figure, f"Share of the Fisher energy in the chosen directions of {len(layers)} layers, against the block"
-        )
+        figure = Figure(figsize=(WIDTH, 0.6 + 1.9 * len(panels) + 0.17 * (len(kinds) // 3)))
+        rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (key, label) in zip(rows, panels.items(), strict=True):
+            for i, (kind, found) in enumerate(kinds.items()):
+                points = np.array([(n, row[key]) for n, row in found if row[key] is not None], dtype=float).reshape(
+                    -1, 2
+                )
+                axes.plot(*points.T, marker="o", markersize=3, color=COLOURS[i % len(COLOURS)],
+                          linestyle=DASHES[i // len(COLOURS) % len(DASHES)], label=_short(kind, 24))  # fmt: skip
+            if share:
+                axes.set_ylim(0, 1.04)
+            else:
+                axes.set_ylim(bottom=0)
+            _label(axes, "block" if axes is rows[-1] else "", label)
+        rows[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        handles, labels = rows[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=3)
+        return _svg(figure, description)
 
 
 def bars(rows: Sequence[tuple[str, float]], x_label: str, unit: str = "") -> str:
