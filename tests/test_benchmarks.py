@@ -36,6 +36,18 @@ def test_fisher_init_runs(tmp_path: Path) -> None:
     assert all(len(values) == 1 for values in result["q and v"]["seconds"].values())
 
 
+@pytest.mark.embedded
+def test_whitening_runs(tmp_path: Path) -> None:
+    output = tmp_path / "whitening.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "whitening.py"), "--fast", "--output", str(output)]
+    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
+    result = json.loads(output.read_text())
+    assert result["refresh"]["ratio"].keys() == {"none", "block", "group", "none, cholesky", "group, cholesky"}
+    assert result["inference"]["rank"] == 76  # 0.6 x 256 / 2
+    assert result["inference"]["bytes_ratio"] <= 0.6
+    assert result["gram"]["ratio"]["moments"] > 0
+
+
 def test_the_committed_numbers_are_those_the_docs_show() -> None:
     result = json.loads((ROOT / "benchmarks" / "overhead.json").read_text())
     text = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")

@@ -277,7 +277,12 @@ def test_gsm8k_answers_end_in_their_number() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "licence", "author"),
-    [("clinc150", "CC BY 3.0", "Larson"), ("sentiment3", "CC BY 4.0", "Kotzias"), ("gsm8k", "MIT", "Cobbe")],
+    [
+        ("clinc150", "CC BY 3.0", "Larson"),
+        ("sentiment3", "CC BY 4.0", "Kotzias"),
+        ("gsm8k", "MIT", "Cobbe"),
+        ("wikitext2", "CC BY-SA 3.0", "Merity"),
+    ],
 )
 def test_a_sample_ships_its_licence_and_stays_small(folder: str, licence: str, author: str) -> None:
     where = importlib.resources.files("acclimate") / "samples" / folder

@@ -68,6 +68,7 @@ def plans(tiny_lm: Path, tiny_encoder: Path, tmp_path_factory: pytest.TempPathFa
         "dpo": base | {"data": str(files["dpo"]), "task": "dpo"},
         "classify": base | {"data": str(files["words"]), "task": "classify", "model": str(tiny_encoder)},
         "fisher": base | {"data": str(files["words"]), "task": "choice", "init": "fisher"},
+        "principal": base | {"data": str(files["words"]), "task": "choice", "init": "principal"},
         "full": base | {"data": str(files["words"]), "task": "choice", "adapter": "full"},
     }  # fmt: skip
 

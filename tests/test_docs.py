@@ -109,6 +109,7 @@ def command_line() -> Any:
         "export",
         "merge",
         "soup",
+        "compress",
         "methods",
         "bench",
         "models",

@@ -23,7 +23,13 @@ PAPERS = [
 ]  # fmt: skip
 PASSED_ON = {
     "adapter": {"lora", "full", "dora", "rslora", "vera", "fourierft", "ia3"},
-    "init": {"default", "pissa", "olora", "orthogonal"},
+    "init": {
+        "default",
+        "pissa",
+        "olora",
+        "orthogonal",
+        "principal",
+    },  # the last is a second use of shift-aware whitening
     "optimizer": {"adamw", "sgd", "adafactor"},
 }
 STAGES = {

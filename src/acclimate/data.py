@@ -74,6 +74,11 @@ BUNDLED = {
         },
     ),
     "clinc150-oos": Bundled("clinc150", {"test": "oos"}, {"task": "choice", "columns": {"label": "intent"}}),
+    "banking77": Bundled(
+        "banking77",
+        {"test": "test"},
+        {"task": "choice", "columns": {"label": "intent"}, "template": "Request: {text}\nIntent:"},
+    ),
     "sentiment3": Bundled(
         "sentiment3",
         {"train": "train", "test": "test"},
@@ -94,6 +99,7 @@ BUNDLED = {
             "max_eval_samples": 100,
         },
     ),
+    "wikitext2": Bundled("wikitext2", {"validation": "valid", "test": "test"}, {}),
 }
 
 
@@ -199,6 +205,26 @@ def _read_file(path: Path, skip_bad: bool) -> Table:
         else:
             rows = list(_jsonl(text, str(path), skips))
     return Table(rows, path.name, skips.count)
+
+
+TEXT_ENDINGS = (".txt", ".md")
+
+
+def read_text(source: str, *, split: str = "train") -> str:
+    """Plain text: a .txt or .md file (also .gz) as it is, or the column `text` of what `read_table` takes, a blank line between rows.
+
+    Raises InputError as `read_table` does, and where there is no text.
+    """
+    path = Path(source)
+    kind = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+    if kind in TEXT_ENDINGS and path.is_file():
+        text = _text(path.read_bytes(), source, gzipped=path.suffix.lower() == ".gz")
+    else:
+        table = require_columns(read_table(source, split=split), ["text"], "plain text")
+        text = "\n\n".join(str(row["text"]) for row in table.rows)
+    if not text.strip():
+        raise InputError(f"there is no text in '{source}'")
+    return text
 
 
 def read_lines(path: Path) -> list[str]:

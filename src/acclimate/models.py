@@ -241,6 +241,7 @@ def load_model(
     from safetensors import SafetensorError
 
     where = resolve(name, say)
+    _know_format(where)
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if where.endswith(".gguf"):
         common["gguf_file"] = Path(where).name
@@ -282,6 +283,13 @@ def load_model(
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
+
+
+def _know_format(where: str) -> None:
+    """Let transformers read what `acclimate compress` wrote, where it may be that."""
+    config = Path(where) / "config.json"
+    if not config.is_file() or "acclimate_lowrank" in config.read_text(encoding="utf-8"):
+        import acclimate.compress  # noqa: F401
 
 
 def _check_weights(name: str, auto_class: str, model: PreTrainedModel, report: dict[str, Any]) -> None:

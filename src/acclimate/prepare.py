@@ -117,7 +117,7 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
 
 
 def _check_start(initialise: Any, kind: type, recipe: Recipe) -> None:
-    """A start that looks at the data (`--init fisher`) is for LoRA; its arguments must be known before any work is done."""
+    """A start that looks at the data (fisher, principal) is for LoRA; its arguments must be known before any work is done."""
     import peft
 
     if kind is not peft.LoraConfig:
@@ -137,6 +137,10 @@ def _check_start(initialise: Any, kind: type, recipe: Recipe) -> None:
         raise InputError(
             "init_args.mode 'residual' does not fit task 'dpo', which switches adapters itself; take 'split'"
         )
+    if methods.find(recipe.init, "init").name == "principal" and recipe.task == "dpo":
+        raise InputError(
+            "init 'principal' does not fit task 'dpo', which switches adapters itself as this start does; take 'fisher'"
+        )
 
 
 def looks_at_data(recipe: Recipe) -> bool:
@@ -154,13 +158,15 @@ def start_from_data(model: Any, trainer: Any, lengths: list[int], recipe: Recipe
     import torch
 
     initialise: Any = methods.require(recipe.init, "init")
-    options = {"seed": recipe.seed, **recipe.init_args}
+    options = dict(recipe.init_args)
+    if "seed" in inspect.signature(initialise).parameters:
+        options = {"seed": recipe.seed, **options}
     size = max(1, min(32, 1024 // max(lengths)))  # enough positions for a matrix product, however long the rows
     rows = torch.utils.data.DataLoader(
         trainer.train_dataset,
         batch_size=size,
         shuffle=True,
-        generator=torch.Generator().manual_seed(options["seed"]),
+        generator=torch.Generator().manual_seed(options.get("seed", recipe.seed)),
         collate_fn=trainer.data_collator,
     )
     loss_fn = None if options.get("fisher") == "true" else trainer.summed_loss

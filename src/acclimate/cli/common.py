@@ -75,6 +75,7 @@ def run_app(arguments: list[str]) -> int:
         bench,
         chat,
         compare,
+        compress,
         doctor,
         evaluate,
         export,
@@ -86,7 +87,21 @@ def run_app(arguments: list[str]) -> int:
         tune,
     )
 
-    for module in (tune, evaluate, predict, chat, compare, export, merge, soup, methods, bench, models, doctor):
+    for module in (
+        tune,
+        evaluate,
+        predict,
+        chat,
+        compare,
+        export,
+        merge,
+        soup,
+        compress,
+        methods,
+        bench,
+        models,
+        doctor,
+    ):
         module.register(app)
     try:
         code = app(arguments, standalone_mode=False)

@@ -1,0 +1,222 @@
+"""From a model's name to a folder with the compressed model, measured before and after, taken up again after a kill.
+
+While it is made, the result lies in a hidden directory beside its place, with the finished blocks. The same command goes on from them; with
+other settings they are thrown away. The result is renamed to its place when all of it is there.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import acclimate
+from acclimate import data, models
+from acclimate.compress.blocks import fingerprint
+from acclimate.compress.low_rank_linear import to_dense, unmark
+from acclimate.compress.text import perplexity, windows
+from acclimate.compress.whitening import check_settings, choose_layers, compress_low_rank, saves, uniform_rank
+from acclimate.errors import InputError
+from acclimate.merge.unfinished import Unfinished, check_place
+from acclimate.report import write_report
+from acclimate.runs import read_json, remove, storage_errors, write_json, write_text
+from acclimate.show import Silent
+
+DEFAULT_TEXT = "wikitext2"
+SETTINGS = ("refresh", "beta", "allocation", "solver", "clip_norm")
+HELD_OUT = 0.1  # of the user's calibration text, to measure on
+
+
+def compress_model(
+    model: str,
+    out: str | Path,
+    *,
+    ratio: float = 0.2,
+    calibration: str | None = None,
+    evaluation: str | None = None,
+    sequences: int = 16,
+    seqlen: int = 512,
+    seed: int = 0,
+    dense: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    show: Silent | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Compress the model named `model` and write it to the directory `out`; returns what compression.json there holds.
+
+    Parameters
+    ----------
+    calibration
+        Text: a .txt file, or rows with a column `text`; None: a part of WikiText-2, which is bundled.
+    evaluation
+        Text to measure perplexity on; None: the last tenth of `calibration`, which is then left out there, or WikiText-2's test text.
+    sequences, seqlen
+        Windows of tokens at random places (`seed`) to calibrate on; as many, from the start on, to measure on.
+    dense
+        Write ordinary layers: every engine loads them, at the original's size.
+    options
+        Those of `compress_low_rank`.
+
+    Raises InputError for what cannot be used, MissingError for a full disk.
+    """
+    show, where = show or Silent(), Path(out)
+    check_place(where, [Path(model)], overwrite)
+    try:  # now, and not only after the perplexity of the model as it is
+        check_settings(ratio, **{key: options[key] for key in SETTINGS if key in options})
+        loaded, tokenizer = load(model, trust_remote_code, show)
+        choose_layers(loaded, options.get("targets", "all-linear"), options.get("exclude", ("lm_head",)))
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from error
+    before_text, held_out = texts(calibration, evaluation)
+    ids = windows(tokenizer, before_text, sequences, seqlen, seed)
+    held = windows(tokenizer, held_out, sequences, seqlen)
+    settings = {"model": model, "ratio": ratio, "seqlen": seqlen, "dense": dense, "options": options}
+    job = {
+        "acclimate": acclimate.__version__,
+        **fingerprint(loaded, [{"input_ids": ids}, {"input_ids": held}], settings),
+    }
+    with storage_errors(where), Unfinished(where, job) as unfinished:
+        try:
+            document = _measured(loaded, ids, held, unfinished.path, ratio, options, show)
+        except (ValueError, TypeError) as error:
+            raise InputError(str(error)) from error
+        document |= {
+            "model": model, "calibration": calibration or DEFAULT_TEXT, "evaluation": evaluation or _rest(calibration),
+            "tokens": ids.numel(), "eval_tokens": held.numel(), "seed": seed, "dense": dense,
+        }  # fmt: skip
+        show.say("writing")
+        result = loaded
+        if dense:
+            to_dense(result)
+            unmark(result)
+        with models.quiet():
+            result.save_pretrained(unfinished.path)
+            tokenizer.save_pretrained(unfinished.path)
+        document["bytes_after"] = sum(file.stat().st_size for file in unfinished.path.glob("*.safetensors"))
+        write_json(unfinished.path / "compression.json", document)
+        write_text(unfinished.path / "README.md", _readme(document))
+        write_report(unfinished.path)
+        for leftover in (unfinished.path / "blocks", unfinished.path / "before.json"):
+            remove(leftover)
+        unfinished.finish(where)
+    return document
+
+
+def load(model: str, trust_remote_code: bool, show: Silent) -> tuple[Any, Any]:
+    show.say(f"loading {model}")
+    loaded, tokenizer = models.load_model(model, trust_remote_code=trust_remote_code, say=show.say)
+    return loaded.eval(), tokenizer
+
+
+def texts(calibration: str | None, evaluation: str | None) -> tuple[str, str]:
+    """The text to calibrate on and the text to measure on, which do not overlap where one is a part of the other."""
+    text = data.read_text(calibration or DEFAULT_TEXT, split="validation" if calibration is None else "train")
+    if evaluation is not None:
+        return text, data.read_text(evaluation, split="test")
+    if calibration is None:
+        return text, data.read_text(DEFAULT_TEXT, split="test")
+    cut = math.ceil(len(text) * (1 - HELD_OUT))
+    return text[:cut], text[cut:]
+
+
+def _rest(calibration: str | None) -> str:
+    return f"{DEFAULT_TEXT}:test" if calibration is None else f"the last tenth of {calibration}"
+
+
+def plan(model: Any, ratio: float, targets: Sequence[str] | str, exclude: Sequence[str]) -> dict[str, Any]:
+    """What would be done with uniform ranks: the layers with their ranks, and the sizes."""
+    layers, kept = choose_layers(model, targets, exclude)
+    rows: list[dict[str, Any]] = []
+    for name, layer in layers.items():
+        m, n = layer.weight.shape
+        rank = uniform_rank(m, n, ratio)
+        rows.append({"name": name, "shape": [m, n], "rank": rank if saves((m, n), rank) else None})
+    size = next(model.parameters()).element_size()
+    removed = sum(m * n - row["rank"] * (m + n) for row in rows if row["rank"] is not None for m, n in [row["shape"]])
+    before = sum(p.numel() for p in model.parameters())
+    return {
+        "layers": rows,
+        "kept": kept,
+        "parameters_before": before,
+        "parameters_after": before - removed,
+        "bytes_before": before * size,
+        "bytes_after": (before - removed) * size,
+    }
+
+
+def _measured(
+    model: Any, ids: Any, held: Any, directory: Path, ratio: float, options: dict[str, Any], show: Silent
+) -> dict[str, Any]:
+    """Compress `model` in place, with perplexity and latency before and after."""
+    file = directory / "before.json"
+    if file.exists():
+        before = read_json(file)
+    else:
+        before = {
+            "perplexity": _perplexity(model, held, show, "before"),
+            "bytes": _bytes(model),
+            "latency": latency(model, held[:1]),
+        }
+        write_json(file, before)
+    report = compress_low_rank(model, ids, ratio, checkpoint_dir=directory / "blocks", progress=show, **options)
+    return {
+        **report.to_dict(),
+        "perplexity_before": before["perplexity"],
+        "perplexity_after": _perplexity(model, held, show, "after"),
+        "bytes_before": before["bytes"],
+        "latency_before": before["latency"],
+        "latency_after": latency(model, held[:1]),
+        "latency_tokens": held.shape[1],
+    }
+
+
+def _perplexity(model: Any, held: Any, show: Silent, when: str) -> float:
+    show.start(f"perplexity {when}", len(held))
+    try:
+        return perplexity(model, held, advance=show.advance)
+    finally:
+        show.stop()
+
+
+@torch.no_grad()
+def latency(model: Any, ids: torch.Tensor, rounds: int = 5) -> float:
+    """Median seconds of one forward pass over `ids` (1, T)."""
+    ids = ids.to(next(model.parameters()).device)
+    seconds = []
+    for turn in range(rounds + 1):
+        begun = time.perf_counter()
+        model(input_ids=ids).logits.sum().item()
+        if turn:  # the first pass pays for what is set up once
+            seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def _bytes(model: Any) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _readme(document: dict[str, Any]) -> str:
+    how = (
+        "The layers are ordinary (their low-rank products), so every engine loads them."
+        if document["dense"]
+        else "Load it after `import acclimate.compress`:\n\n```python\nimport acclimate.compress\n"
+        'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("this folder")\n```'
+    )
+    return f"""# Compressed model
+
+Made from `{document["model"]}` by acclimate {acclimate.__version__} (`acclimate compress`), with {document["tokens"]:,} tokens of
+{document["calibration"]}. {how}
+
+| | before | after |
+|---|---|---|
+| parameters | {document["parameters_before"]:,} | {document["parameters_after"]:,} |
+| perplexity on {document["eval_tokens"]:,} tokens of {document["evaluation"]} | {document["perplexity_before"]:.2f} | {document["perplexity_after"]:.2f} |
+
+compression.json has the rank and the errors of each layer, report.html shows them.
+"""
