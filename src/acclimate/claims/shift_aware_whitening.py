@@ -93,7 +93,7 @@ class ShiftAwareWhiteningClaim(Claim):
 
     def measure(self, budget: Budget, report: Callable[[str], None]) -> list[Row]:
         size = SIZES[budget]
-        model, tokenizer = load(size)
+        model, tokenizer = load(size.blocks)
         held = windows(tokenizer, data.read_text("wikitext2", split="test"), size.windows, size.length)
         text = data.read_text("wikitext2", split="validation")
         judge = Judge(model, held)
@@ -127,12 +127,13 @@ class ShiftAwareWhiteningClaim(Claim):
         return rows
 
 
-def load(size: Size) -> tuple[Any, Any]:
+def load(count: int | None) -> tuple[Any, Any]:
+    """SmolLM2 and its tokenizer, with the first `count` of its blocks; None: all."""
     model, tokenizer = models.load_model("smollm2")
-    if size.blocks is not None:
+    if count is not None:
         parent, name = blocks(model)
-        setattr(parent, name, getattr(parent, name)[: size.blocks])
-        model.config.num_hidden_layers = size.blocks
+        setattr(parent, name, getattr(parent, name)[:count])
+        model.config.num_hidden_layers = count
     return model.eval(), tokenizer
 
 
@@ -302,10 +303,10 @@ def lora_part(model: Any, tokenizer: Any, size: Size, report: Callable[[str], No
 
 
 def train(
-    lora: Any, cache: FrozenPrefixCache, chosen: list[tuple[list[int], int]], parts: list[list[int]]
+    lora: Any, cache: FrozenPrefixCache, chosen: list[tuple[list[int], int]], parts: list[list[int]], lr: float = LR
 ) -> list[float]:
     """Loss on the answers' tokens at each step."""
-    optimiser = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=LR, weight_decay=0.0)
+    optimiser = torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 4))
     losses = []
     lora.train()
