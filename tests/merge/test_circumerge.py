@@ -980,7 +980,7 @@ def test_a_killed_merge_of_something_else_is_not_taken_up(processes: Any, three:
 
 
 def test_two_processes_do_not_write_one_result(three: list[Path], tmp_path: Path) -> None:
-    from acclimate.merge.unfinished import Unfinished
+    from acclimate.unfinished import Unfinished
 
     other = Unfinished(tmp_path / "out", {"by": "another"})
     with pytest.raises(InputError, match="is in use by process"):

@@ -22,10 +22,10 @@ from acclimate.compress.low_rank_linear import to_dense, unmark
 from acclimate.compress.text import perplexity, windows
 from acclimate.compress.whitening import check_settings, choose_layers, compress_low_rank, saves, uniform_rank
 from acclimate.errors import InputError
-from acclimate.merge.unfinished import Unfinished, check_place
 from acclimate.report import write_report
 from acclimate.runs import read_json, remove, storage_errors, write_json, write_text
 from acclimate.show import Silent
+from acclimate.unfinished import Unfinished, check_place
 
 DEFAULT_TEXT = "wikitext2"
 SETTINGS = ("refresh", "beta", "allocation", "solver", "clip_norm")

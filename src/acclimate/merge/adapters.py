@@ -22,9 +22,9 @@ from acclimate.merge.adapter_files import CONFIG, WEIGHTS, Module, StreamedFile,
 from acclimate.merge.circumerge import Basis, Core, RankDeficient, merge_core
 from acclimate.merge.plan import MergePlan, plan_merge
 from acclimate.merge.report import MergeReport, fingerprint, made_with, make_report, module_row, rank_for, readme
-from acclimate.merge.unfinished import Unfinished, check_place
 from acclimate.runs import storage_errors, write_json, write_text
 from acclimate.show import Silent
+from acclimate.unfinished import Unfinished, check_place
 
 Sink = Callable[[str, Tensor], None]
 

@@ -40,9 +40,9 @@ from acclimate.merge.monosoup import (
     soup_lora,
 )
 from acclimate.merge.plan import named_device, named_dtype
-from acclimate.merge.unfinished import Unfinished, check_place
 from acclimate.runs import storage_errors, write_json
 from acclimate.show import Silent
+from acclimate.unfinished import Unfinished, check_place
 
 Tensors = list[tuple[str, Tensor]]
 Work = Callable[[Any], tuple[Tensors, dict[str, Any]]]
