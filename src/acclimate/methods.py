@@ -298,6 +298,7 @@ _BUILT_IN: tuple[Method, ...] = (
         option="acclimate quantize",
         paper="ProjQ: Project-and-Quantize for Adapter-Aware LLM Compression",
         claim="projq",
+        status="ready",
     ),
     Method(
         name="flowdup",

@@ -118,7 +118,7 @@ def storage_errors(where: Path) -> Iterator[None]:
         if full:
             raise MissingError(
                 f"no space left on the disk of '{where}' ({_free_bytes(where) / 2**20:,.0f} MB free). What was saved before "
-                "is kept. Free some space, then go on with --resume"
+                "is kept. Free some space and give the same command again; tune and compare go on with --resume"
             ) from error
         if number in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise MissingError(

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from acclimate.compress.streams import Batch, ReachedError, Stream, block_root, evaluating
 from acclimate.linalg import from_triangle, gram_triangle
 from acclimate.runs import replacing, write_json
-from acclimate.show import Silent
+from acclimate.show import Silent, Terminal
 
 Refresh = Literal["group", "block", "none"]
 
@@ -156,6 +156,36 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str
             f"{type(model).__name__} has no torch.nn.Linear in its {count} blocks ('{root}'), so there is nothing to compress"
         )
     return found, kept
+
+
+def choose_layers(
+    model: nn.Module, targets: str | Sequence[str], exclude: Sequence[str]
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """(layers to replace by name, those among them that cannot be with the reason). Raises ValueError where none is left."""
+    found, kept = linear_layers(model)
+
+    def named(name: str, words: Sequence[str]) -> bool:
+        return any(name == word or name.endswith(f".{word}") for word in words)
+
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    chosen = {
+        name: layer
+        for name, layer in found.items()
+        if (wanted == ["all-linear"] or named(name, wanted)) and not named(name, exclude)
+    }
+    if not chosen:
+        kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in found}))
+        raise ValueError(
+            f"targets {wanted} without {list(exclude)} leave no layer. Linear layers in the blocks: {kinds}"
+        )
+    return chosen, {name: why for name, why in kept.items() if wanted == ["all-linear"] or named(name, wanted)}
+
+
+def progress_bar() -> Silent:
+    """A bar on stderr."""
+    from rich.console import Console
+
+    return Terminal(Console(stderr=True))
 
 
 def stream_blocks(

@@ -36,12 +36,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from acclimate.compress.blocks import Group, stream_blocks
+from acclimate.compress.blocks import Group, choose_layers, progress_bar, stream_blocks
 from acclimate.compress.gptq import DAMPING, Grid, Quantized, gptq, round_to_nearest
 from acclimate.compress.quant_linear import QuantLinear, mark, quantized_layers
 from acclimate.compress.text import calibration_batches
-from acclimate.compress.whitening import Whitened, choose_layers, whiten
-from acclimate.compress.whitening import _bar as progress_bar
+from acclimate.compress.whitening import Whitened, whiten
 from acclimate.linalg import leading_eigh, truncated_svd
 from acclimate.show import Silent
 

@@ -36,12 +36,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from acclimate.compress.blocks import Group, Refresh, Streamed, linear_layers, restore, stream_blocks
+from acclimate.compress.blocks import (
+    Group,
+    Refresh,
+    Streamed,
+    choose_layers,
+    progress_bar,
+    restore,
+    stream_blocks,
+)
 from acclimate.compress.low_rank_linear import LowRankLinear, low_rank_layers, mark, unmark
 from acclimate.compress.streams import Batch
 from acclimate.compress.text import calibration_batches, hold_out, token_loss
 from acclimate.linalg import truncated_svd, whitening_pair, whitening_pair_of_root
-from acclimate.show import Silent, Terminal
+from acclimate.show import Silent
 
 Solver = Literal["eigh", "qr", "cholesky"]
 Allocation = Literal["uniform", "energy"]
@@ -312,7 +320,7 @@ def compress_low_rank(
         raise ValueError("the model has low-rank layers already. Start from the original, or make them dense first")
     layers, kept = choose_layers(model, targets, exclude)
     batches = calibration_batches(calibration, model)
-    show = progress if isinstance(progress, Silent) else _bar() if progress else Silent()
+    show = progress if isinstance(progress, Silent) else progress_bar() if progress else Silent()
     common: dict[str, Any] = {"clip_norm": clip_norm, "device": device, "max_ram": max_ram}
     chosen = _ranks(model, batches, layers, ratio, allocation, solver, ranks, {**common, "show": show})
     if ranks is not None:
@@ -424,29 +432,6 @@ def check_settings(
             raise ValueError(f"{name} is one of {', '.join(known)}, not '{value}'")
 
 
-def choose_layers(
-    model: nn.Module, targets: str | Sequence[str], exclude: Sequence[str]
-) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """(layers to compress by name, those among them that cannot be with the reason). Raises ValueError where none is left."""
-    found, kept = linear_layers(model)
-
-    def named(name: str, words: Sequence[str]) -> bool:
-        return any(name == word or name.endswith(f".{word}") for word in words)
-
-    wanted = [targets] if isinstance(targets, str) else list(targets)
-    chosen = {
-        name: layer
-        for name, layer in found.items()
-        if (wanted == ["all-linear"] or named(name, wanted)) and not named(name, exclude)
-    }
-    if not chosen:
-        kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in found}))
-        raise ValueError(
-            f"targets {wanted} without {list(exclude)} leave no layer. Linear layers in the blocks: {kinds}"
-        )
-    return chosen, {name: why for name, why in kept.items() if wanted == ["all-linear"] or named(name, wanted)}
-
-
 def _ranks(
     model: Any,
     batches: Sequence[Batch],
@@ -527,9 +512,3 @@ def _weights(model: nn.Module, name: str) -> int:
     if isinstance(layer, LowRankLinear):
         return layer.first.weight.numel() + layer.second.weight.numel()
     return int(layer.weight.numel())
-
-
-def _bar() -> Silent:
-    from rich.console import Console
-
-    return Terminal(Console(stderr=True))
