@@ -2,6 +2,7 @@
 
     python benchmarks/merge.py            # about fifteen minutes on two idle cores, and 7 GB of disk
     python benchmarks/merge.py --fast     # a smoke test with small sizes
+    python benchmarks/merge.py --part memory --output benchmarks/merge.json
 
 1. Merging eight adapters of rank 16 from files to a file (rule tsv): the sketch, the Gram basis, Core Space and KnOTS (written in
    acclimate.claims.circumerge as published) on the shapes of SmolLM2-135M and of layers of width 4,096; and PEFT's `svd` type in memory.
@@ -205,31 +206,36 @@ def memory() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    options = command_line(__doc__).parse_args()
-    tiny = block(48, 32, 96)
-    if options.fast:
-        merged = {"tiny": merging(tiny, 1, 1, True)}
-        souped: dict[str, Any] = {"matrices": [one_matrix(64, 1)], "minilm_seconds": None, "lora_7b_seconds": None}
-        algebra = linear_algebra(64, 8, 1)
-        peaks = {"soup_peak_rss_mb": soup_memory(2, (64, 64)), "merge_peak_rss_mb": merge_memory(32, 1)}
-    else:
-        merged = {"smollm2": merging(SMALL, 30, 5, True), "width_4096": merging(WIDE, 2, 5, False)}
-        souped = {
-            "matrices": [one_matrix(2048, 3), one_matrix(3072, 1)],
-            "minilm_seconds": whole_model(),
-            "lora_7b_seconds": adapter_seconds(32, 4096),
-        }
-        algebra = linear_algebra(2048, 32, 5)
-        peaks = memory()
-    result = {
-        "merge": merged,
-        "soup": souped,
-        "linear_algebra": algebra,
-        "memory": peaks,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+def soups() -> dict[str, Any]:
+    return {
+        "matrices": [one_matrix(2048, 3), one_matrix(3072, 1)],
+        "minilm_seconds": whole_model(),
+        "lora_7b_seconds": adapter_seconds(32, 4096),
     }
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "merge": lambda: {"smollm2": merging(SMALL, 30, 5, True), "width_4096": merging(WIDE, 2, 5, False)},
+    "soup": soups,
+    "linear_algebra": lambda: linear_algebra(2048, 32, 5),
+    "memory": memory,
+}
+FAST: dict[str, Callable[[], dict[str, Any]]] = {
+    "merge": lambda: {"tiny": merging(block(48, 32, 96), 1, 1, True)},
+    "soup": lambda: {"matrices": [one_matrix(64, 1)], "minilm_seconds": None, "lora_7b_seconds": None},
+    "linear_algebra": lambda: linear_algebra(64, 8, 1),
+    "memory": lambda: {"soup_peak_rss_mb": soup_memory(2, (64, 64)), "merge_peak_rss_mb": merge_memory(32, 1)},
+}
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
+    options = parser.parse_args()
+    parts = FAST if options.fast else PARTS
+    kept = json.loads(options.output.read_text()) if options.part and options.output and options.output.exists() else {}
+    found = {name: part() for name, part in parts.items() if options.part in (None, name)}
+    result = {**kept, **found, "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(write(result, options.output))
 
 
