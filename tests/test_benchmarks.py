@@ -48,6 +48,18 @@ def test_whitening_runs(tmp_path: Path) -> None:
     assert result["gram"]["ratio"]["moments"] > 0
 
 
+def test_projq_runs(tmp_path: Path) -> None:
+    output = tmp_path / "projq.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "projq.py"), "--fast", "--output", str(output)]
+    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
+    result = json.loads(output.read_text())
+    assert result["target"] == pytest.approx(7.2)
+    found = result["layers"]["64 x 128"]
+    assert found["seconds"].keys() == {"pass", "gptq", "projq"}
+    assert 1 < found["passes"] <= 6
+    assert found["to_pass"] > found["to_gptq"] > 0
+
+
 def test_the_committed_numbers_are_those_the_docs_show() -> None:
     result = json.loads((ROOT / "benchmarks" / "overhead.json").read_text())
     text = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")

@@ -110,6 +110,7 @@ def command_line() -> Any:
         "merge",
         "soup",
         "compress",
+        "quantize",
         "methods",
         "bench",
         "models",

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -286,9 +287,9 @@ def load_model(
 
 
 def _know_format(where: str) -> None:
-    """Let transformers read what `acclimate compress` wrote, where it may be that."""
+    """Let transformers read what `acclimate compress` and `acclimate quantize` wrote, where it may be that."""
     config = Path(where) / "config.json"
-    if not config.is_file() or "acclimate_lowrank" in config.read_text(encoding="utf-8"):
+    if not config.is_file() or re.search("acclimate_(lowrank|projq)", config.read_text(encoding="utf-8")):
         import acclimate.compress  # noqa: F401
 
 

@@ -14,13 +14,16 @@ from acclimate.errors import InputError
 from acclimate.prepare import (
     attach,
     changes_base,
+    check_own,
     load_for,
     load_start,
     load_tables,
     load_tuned,
     located,
     looks_at_data,
+    own_adapter,
     start_from_data,
+    with_own_adapter,
     with_sample_defaults,
 )
 from acclimate.recipe import Recipe
@@ -172,8 +175,11 @@ def _work(run: Run, recipe: Recipe, show: Any) -> None:
 
     if not (run / "evaluation_before.json").exists():
         with run.stage("evaluate before"):
-            before = measure(task, model, tokenizer, held_out, recipe, show, "scoring the untouched model")
+            untouched = with_own_adapter(model, recipe)
+            before = measure(task, untouched, tokenizer, held_out, recipe, show, "scoring the untouched model")
             _save_evaluation(run, before, "before")
+            if untouched is not model:
+                model = untouched.unload()
     artifact = "model" if recipe.adapter == "full" else "adapter"
     if (run / artifact).exists():
         model = load_tuned(model, recipe, run.path)
@@ -266,6 +272,9 @@ def _check_training(model: Any, task: Task, recipe: Recipe, path: Path, train: E
     from acclimate.arguments import arguments
 
     arguments(recipe, path, train.lengths)
+    if own_adapter(recipe.model):
+        check_own(recipe, task)
+        return
     with torch.device("meta"):  # the architecture without its weights
         shell = type(model)(model.config)
     attach(shell, recipe.replace(init="default", init_args={}) if changes_base(recipe) else recipe, task)

@@ -82,6 +82,10 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
     """
     import peft
 
+    if own := own_adapter(recipe.model):
+        check_own(recipe, task)
+        with models.quiet():
+            return peft.PeftModel.from_pretrained(model, str(own), is_trainable=True)
     kind = methods.require(recipe.adapter, "adapter")
     if kind is None:
         return model.requires_grad_(True)
@@ -114,6 +118,31 @@ def attach(model: Any, recipe: Recipe, task: Task) -> Any:
                 f"{', '.join(_linear_names(model))}. Set adapter_args.target_modules to some of them, or to all-linear"
             ) from None
         raise InputError(f"adapter '{recipe.adapter}' does not fit '{recipe.model}': {error}") from error
+
+
+def own_adapter(model: str) -> Path | None:
+    """The adapter that came with a model directory and belongs to its weights, as `acclimate quantize` writes it."""
+    path = Path(model).expanduser() / "adapter"
+    return path if (path.parent / "config.json").exists() and (path / "adapter_config.json").exists() else None
+
+
+def with_own_adapter(model: Any, recipe: Recipe) -> Any:
+    """The model with the adapter that came with it; itself where it has none."""
+    own = own_adapter(recipe.model)
+    return model if own is None else load_tuned(model, recipe.replace(adapter="lora", init="default"), own)
+
+
+def check_own(recipe: Recipe, task: Task) -> None:
+    """Raises InputError where a recipe does not go on with the adapter that came with its model."""
+    if recipe.adapter != "lora" or recipe.adapter_args or recipe.init != "default":
+        raise InputError(
+            f"'{recipe.model}' has an adapter of its own, which its quantised weights need; training goes on from there. "
+            "Leave adapter, adapter_args and init as they are by default"
+        )
+    if task.auto_class != "AutoModelForCausalLM":
+        raise InputError(
+            f"the adapter that belongs to '{recipe.model}' is for a language model, and task '{task.name}' trains a new head. Take task choice"
+        )
 
 
 def _check_start(initialise: Any, kind: type, recipe: Recipe) -> None:

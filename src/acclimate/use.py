@@ -12,7 +12,7 @@ from typing import Any
 from acclimate import data, models, runs
 from acclimate.data import Table
 from acclimate.errors import InputError
-from acclimate.prepare import load_for, load_run, load_tables, load_tuned, with_sample_defaults
+from acclimate.prepare import load_for, load_run, load_tables, load_tuned, with_own_adapter, with_sample_defaults
 from acclimate.recipe import Recipe, nest
 from acclimate.show import Silent
 from acclimate.tasks import Task, get_task
@@ -158,6 +158,8 @@ def evaluate(
         loaded, tokenizer = load_for(task, recipe, show)
         if adapter is not None:
             loaded = load_tuned(loaded, recipe.replace(adapter="lora"), Path(adapter))
+        else:
+            loaded = with_own_adapter(loaded, recipe)
     examples = task.examples(data.sample(table, recipe.max_eval_samples, recipe.data_seed + 1), recipe, tokenizer)
     if not examples.items:
         raise InputError(f"no usable rows in '{table.source}'")
@@ -248,12 +250,21 @@ def export(run: str | Path, to: str, directory: str | Path, show: Any = None, *,
     if to == "lora":
         _export_lora(model, recipe, directory, samples)
         return directory
-    if hasattr(model, "merge_and_unload"):
+    if _is_packed(model):  # by `acclimate quantize`: the sum is on no grid, so it becomes dense
+        from acclimate.compress import dequantize_and_merge
+
+        model = dequantize_and_merge(model)
+    elif hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload(safe_merge=True)
     with models.quiet(), runs.replacing(directory) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     return directory
+
+
+def _is_packed(model: Any) -> bool:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    return getattr(config, "quant_method", None) == "acclimate_projq"
 
 
 def _export_lora(model: Any, recipe: Recipe, directory: Path, samples: int | None) -> None:

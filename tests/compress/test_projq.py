@@ -22,7 +22,7 @@ from acclimate.compress.projq import (
     uncorrectable,
 )
 from acclimate.compress.quant_linear import QuantLinear, quantized_layers
-from acclimate.compress.quantized_files import (
+from acclimate.compress.quantized_formats import (
     FORMATS,
     dequantize_and_merge,
     load_quantized,
@@ -376,6 +376,18 @@ def test_merging_needs_a_dense_model() -> None:
     torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
     assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
     assert quantized_layers(model)
+
+
+def test_what_is_written_to_the_weight_is_lost() -> None:
+    model, _ = quantised()
+    layer = model.base_model.model.model.layers[0].mlp.up_proj.base_layer
+    expected = layer.dequantize()
+    with torch.no_grad():
+        layer.weight.normal_()  # as transformers does to weights that it did not find in a file
+    torch.testing.assert_close(layer.weight, expected, rtol=0, atol=0)
+    assert layer.weight is layer.weight
+    layer.qweight = torch.zeros_like(layer.qweight)  # as it gives a layer what it did find
+    torch.testing.assert_close(layer.weight, layer.dequantize(), rtol=0, atol=0)
 
 
 def test_an_expert_without_tokens_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,9 @@ def test_an_empty_comparison_renders(tmp_path):
 def test_a_directory_that_holds_nothing_or_nonsense_is_named(tmp_path):
     with pytest.raises(
         InputError,
-        match=re.escape(f"{tmp_path} has no compare.json, run.json, evaluation.json, scores.json or compression.json"),
+        match=re.escape(
+            f"{tmp_path} has no compare.json, run.json, evaluation.json, scores.json, compression.json or quantization.json"
+        ),
     ):
         write_report(tmp_path)
     (tmp_path / "run.json").write_text("{")

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 
 from acclimate import data, models
 from acclimate.claims.base import Bar, Budget, Claim, Row
+from acclimate.compress.blocks import choose_layers
 from acclimate.compress.lora_start import init_lora
 from acclimate.compress.low_rank_linear import LowRankLinear
 from acclimate.compress.text import windows
-from acclimate.compress.whitening import choose_layers, compress_low_rank, factors, uniform_rank
+from acclimate.compress.whitening import compress_low_rank, factors, uniform_rank
 from acclimate.prefix import FrozenPrefixCache, blocks, suffix_model
 
 STATIC, OURS, DEFAULT = "static whitening", "shift-aware", "shift-aware, beta 0.5"

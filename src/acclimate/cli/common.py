@@ -83,6 +83,7 @@ def run_app(arguments: list[str]) -> int:
         methods,
         models,
         predict,
+        quantize,
         soup,
         tune,
     )
@@ -97,6 +98,7 @@ def run_app(arguments: list[str]) -> int:
         merge,
         soup,
         compress,
+        quantize,
         methods,
         bench,
         models,

@@ -1,4 +1,4 @@
-"""From a model's name to a folder with the compressed model, measured before and after, taken up again after a kill.
+"""From a model's name to a folder with the smaller model, measured before and after, taken up again after a kill.
 
 While it is made, the result lies in a hidden directory beside its place, with the finished blocks. The same command goes on from them; with
 other settings they are thrown away. The result is renamed to its place when all of it is there.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import torch
 
 import acclimate
 from acclimate import data, models
-from acclimate.compress.blocks import fingerprint
+from acclimate.compress.blocks import choose_layers, fingerprint
 from acclimate.compress.low_rank_linear import to_dense, unmark
 from acclimate.compress.text import perplexity, windows
-from acclimate.compress.whitening import check_settings, choose_layers, compress_low_rank, saves, uniform_rank
+from acclimate.compress.whitening import check_settings, compress_low_rank, saves, uniform_rank
 from acclimate.errors import InputError
 from acclimate.report import write_report
 from acclimate.runs import read_json, remove, storage_errors, write_json, write_text
@@ -66,46 +67,117 @@ def compress_model(
     Raises InputError for what cannot be used, MissingError for a full disk.
     """
     show, where = show or Silent(), Path(out)
-    check_place(where, [Path(model)], overwrite)
-    try:  # now, and not only after the perplexity of the model as it is
+
+    def check(loaded: Any) -> None:
         check_settings(ratio, **{key: options[key] for key in SETTINGS if key in options})
-        loaded, tokenizer = load(model, trust_remote_code, show)
         choose_layers(loaded, options.get("targets", "all-linear"), options.get("exclude", ("lm_head",)))
-    except (ValueError, TypeError) as error:
-        raise InputError(str(error)) from error
-    before_text, held_out = texts(calibration, evaluation)
-    ids = windows(tokenizer, before_text, sequences, seqlen, seed)
-    held = windows(tokenizer, held_out, sequences, seqlen)
-    settings = {"model": model, "ratio": ratio, "seqlen": seqlen, "dense": dense, "options": options}
-    job = {
-        "acclimate": acclimate.__version__,
-        **fingerprint(loaded, [{"input_ids": ids}, {"input_ids": held}], settings),
-    }
+
+    work = prepare(
+        model, where, check, calibration, evaluation, sequences, seqlen, seed, overwrite, trust_remote_code, show
+    )
+    job = work.job({"model": model, "ratio": ratio, "seqlen": seqlen, "dense": dense, "options": options})
     with storage_errors(where), Unfinished(where, job) as unfinished:
         try:
-            document = _measured(loaded, ids, held, unfinished.path, ratio, options, show)
+            document = _measured(work, unfinished.path, ratio, options, show)
         except (ValueError, TypeError) as error:
             raise InputError(str(error)) from error
-        document |= {
-            "model": model, "calibration": calibration or DEFAULT_TEXT, "evaluation": evaluation or _rest(calibration),
-            "tokens": ids.numel(), "eval_tokens": held.numel(), "seed": seed, "dense": dense,
-        }  # fmt: skip
+        document |= {**work.facts, "dense": dense}
         show.say("writing")
-        result = loaded
+        result = work.model
         if dense:
             to_dense(result)
             unmark(result)
         with models.quiet():
             result.save_pretrained(unfinished.path)
-            tokenizer.save_pretrained(unfinished.path)
-        document["bytes_after"] = sum(file.stat().st_size for file in unfinished.path.glob("*.safetensors"))
-        write_json(unfinished.path / "compression.json", document)
-        write_text(unfinished.path / "README.md", _readme(document))
-        write_report(unfinished.path)
-        for leftover in (unfinished.path / "blocks", unfinished.path / "before.json"):
-            remove(leftover)
-        unfinished.finish(where)
+        finish(unfinished, where, work, document, "compression.json", _readme)
     return document
+
+
+# --- what `quantize_model` shares ---
+
+
+@dataclass
+class Work:
+    """A loaded model, windows of text to calibrate on and to measure on, and what to say of them."""
+
+    model: Any
+    tokenizer: Any
+    ids: torch.Tensor
+    held: torch.Tensor
+    facts: dict[str, Any]
+
+    def job(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """What must be equal for unfinished work to be of use."""
+        inputs = [{"input_ids": self.ids}, {"input_ids": self.held}]
+        return {"acclimate": acclimate.__version__, **fingerprint(self.model, inputs, settings)}
+
+
+def prepare(
+    model: str,
+    where: Path,
+    check: Callable[[Any], None],
+    calibration: str | None,
+    evaluation: str | None,
+    sequences: int,
+    seqlen: int,
+    seed: int,
+    overwrite: bool,
+    trust_remote_code: bool,
+    show: Silent,
+) -> Work:
+    """Load what is needed and refuse what cannot be used; `check` raises ValueError or TypeError for settings that do not fit the model."""
+    check_place(where, [Path(model)], overwrite)
+    try:  # now, and not only after the perplexity of the model as it is
+        loaded, tokenizer = load(model, trust_remote_code, show)
+        check(loaded)
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from error
+    text, held_out = texts(calibration, evaluation)
+    ids = windows(tokenizer, text, sequences, seqlen, seed)
+    held = windows(tokenizer, held_out, sequences, seqlen)
+    rest = f"{DEFAULT_TEXT}:test" if calibration is None else f"the last tenth of {calibration}"
+    facts = {
+        "model": model, "calibration": calibration or DEFAULT_TEXT, "evaluation": evaluation or rest,
+        "tokens": ids.numel(), "eval_tokens": held.numel(), "seed": seed,
+    }  # fmt: skip
+    return Work(loaded, tokenizer, ids, held, facts)
+
+
+def measured_before(work: Work, directory: Path, show: Silent) -> dict[str, Any]:
+    """Perplexity and size of the model as it is, kept in `directory` for a call that goes on."""
+    file = directory / "before.json"
+    if file.exists():
+        known: dict[str, Any] = read_json(file)
+        return known
+    before = {
+        "perplexity_before": measured_perplexity(work.model, work.held, show, "before"),
+        "bytes_before": sum(p.numel() * p.element_size() for p in work.model.parameters()),
+    }
+    write_json(file, before)
+    return before
+
+
+def finish(
+    unfinished: Unfinished,
+    where: Path,
+    work: Work,
+    document: dict[str, Any],
+    name: str,
+    readme: Callable[[dict[str, Any]], str],
+) -> None:
+    """Add tokenizer, facts and report to the model that lies there, and move it to its place."""
+    with models.quiet():
+        work.tokenizer.save_pretrained(unfinished.path)
+    leftovers = (unfinished.path / "blocks", unfinished.path / "before.json")
+    document["bytes_after"] = sum(
+        file.stat().st_size for pattern in ("*", "adapter/*") for file in unfinished.path.glob(f"{pattern}.safetensors")
+    )
+    write_json(unfinished.path / name, document)
+    write_text(unfinished.path / "README.md", readme(document))
+    write_report(unfinished.path)
+    for leftover in leftovers:
+        remove(leftover)
+    unfinished.finish(where)
 
 
 def load(model: str, trust_remote_code: bool, show: Silent) -> tuple[Any, Any]:
@@ -123,10 +195,6 @@ def texts(calibration: str | None, evaluation: str | None) -> tuple[str, str]:
         return text, data.read_text(DEFAULT_TEXT, split="test")
     cut = math.ceil(len(text) * (1 - HELD_OUT))
     return text[:cut], text[cut:]
-
-
-def _rest(calibration: str | None) -> str:
-    return f"{DEFAULT_TEXT}:test" if calibration is None else f"the last tenth of {calibration}"
 
 
 def plan(model: Any, ratio: float, targets: Sequence[str] | str, exclude: Sequence[str]) -> dict[str, Any]:
@@ -150,33 +218,23 @@ def plan(model: Any, ratio: float, targets: Sequence[str] | str, exclude: Sequen
     }
 
 
-def _measured(
-    model: Any, ids: Any, held: Any, directory: Path, ratio: float, options: dict[str, Any], show: Silent
-) -> dict[str, Any]:
-    """Compress `model` in place, with perplexity and latency before and after."""
-    file = directory / "before.json"
-    if file.exists():
-        before = read_json(file)
-    else:
-        before = {
-            "perplexity": _perplexity(model, held, show, "before"),
-            "bytes": _bytes(model),
-            "latency": latency(model, held[:1]),
-        }
-        write_json(file, before)
-    report = compress_low_rank(model, ids, ratio, checkpoint_dir=directory / "blocks", progress=show, **options)
+def _measured(work: Work, directory: Path, ratio: float, options: dict[str, Any], show: Silent) -> dict[str, Any]:
+    """Compress the model in place, with perplexity and latency before and after."""
+    before = measured_before(work, directory, show)
+    before["latency_before"] = latency(work.model, work.held[:1])
+    report = compress_low_rank(
+        work.model, work.ids, ratio, checkpoint_dir=directory / "blocks", progress=show, **options
+    )
     return {
         **report.to_dict(),
-        "perplexity_before": before["perplexity"],
-        "perplexity_after": _perplexity(model, held, show, "after"),
-        "bytes_before": before["bytes"],
-        "latency_before": before["latency"],
-        "latency_after": latency(model, held[:1]),
-        "latency_tokens": held.shape[1],
+        **before,
+        "perplexity_after": measured_perplexity(work.model, work.held, show, "after"),
+        "latency_after": latency(work.model, work.held[:1]),
+        "latency_tokens": work.held.shape[1],
     }
 
 
-def _perplexity(model: Any, held: Any, show: Silent, when: str) -> float:
+def measured_perplexity(model: Any, held: Any, show: Silent, when: str) -> float:
     show.start(f"perplexity {when}", len(held))
     try:
         return perplexity(model, held, advance=show.advance)
@@ -195,10 +253,6 @@ def latency(model: Any, ids: torch.Tensor, rounds: int = 5) -> float:
         if turn:  # the first pass pays for what is set up once
             seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds)
-
-
-def _bytes(model: Any) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def _readme(document: dict[str, Any]) -> str:

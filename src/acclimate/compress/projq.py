@@ -305,17 +305,10 @@ def quantize_projq(
     begun = time.perf_counter()
     grid = Grid(bits, group_size, sym, desc_act, mse_clip)
     layers, kept = choose_layers(model, targets, exclude)
-    widest = max(layer.in_features for layer in layers.values())
-    rank = (64 if widest >= WIDE else 16) if rank is None else rank
-    adapter_rank = rank if comp_rank is None else comp_rank
-    _check(rank, adapter_rank, iterations, kappa, stream, method)
-    for name, layer in layers.items():
-        grid.columns(layer.in_features, name)
-    full = {name: layer for name, layer in layers.items() if max(rank, adapter_rank) >= min(layer.weight.shape)}
-    kept |= dict.fromkeys(full, f"rank {max(rank, adapter_rank)} would make up for all of its error")
-    layers = {name: layer for name, layer in layers.items() if name not in full}
-    if not layers:
-        raise ValueError(f"rank {max(rank, adapter_rank)} is that of every layer or more: take a lower one")
+    layers, full, rank, adapter_rank = check_layers(
+        layers, grid, rank, comp_rank, iterations=iterations, kappa=kappa, stream=stream, method=method
+    )
+    kept |= full
     batches = calibration_batches(calibration, model)
     show = progress if isinstance(progress, Silent) else progress_bar() if progress else Silent()
     settings: dict[str, Any] = {
@@ -381,9 +374,26 @@ def bits_per_weight(model: Any) -> dict[str, float]:
     return {**shares, "total": sum(shares.values())}
 
 
-def _check(rank: int, comp_rank: int, iterations: int, kappa: float, stream: str, method: str) -> None:
-    if rank < 0 or comp_rank < 1:
-        raise ValueError(f"rank is at least 0 and comp_rank at least 1, not {rank} and {comp_rank}")
+def check_layers(
+    layers: Mapping[str, nn.Linear],
+    grid: Grid,
+    rank: int | None = None,
+    comp_rank: int | None = None,
+    *,
+    iterations: int = ITERATIONS,
+    kappa: float = 0.1,
+    stream: str = "quantised+adapter",
+    method: str = "projq",
+) -> tuple[dict[str, nn.Linear], dict[str, str], int, int]:
+    """(layers to quantise, those that stay with the reason, rank, rank of the adapter) of `quantize_projq`.
+
+    Raises ValueError for an argument out of its range, and for groups that do not divide a layer (it is named).
+    """
+    widest = max(layer.in_features for layer in layers.values())
+    rank = (64 if widest >= WIDE else 16) if rank is None else rank
+    adapter_rank = rank if comp_rank is None else comp_rank
+    if rank < 0 or adapter_rank < 1:
+        raise ValueError(f"rank is at least 0 and comp_rank at least 1, not {rank} and {adapter_rank}")
     if iterations < 0:
         raise ValueError(f"iterations is at least 0, not {iterations}")
     if not 0 <= kappa <= 1:
@@ -394,6 +404,18 @@ def _check(rank: int, comp_rank: int, iterations: int, kappa: float, stream: str
     ):
         if value not in known:
             raise ValueError(f"{what} is one of {', '.join(known)}, not '{value}'")
+    for name, layer in layers.items():
+        grid.columns(layer.in_features, name)
+    largest = max(rank, adapter_rank)
+    full = [name for name, layer in layers.items() if largest >= min(layer.weight.shape)]
+    if len(full) == len(layers):
+        raise ValueError(f"rank {largest} is that of every layer or more: take a lower one")
+    return (
+        {name: layer for name, layer in layers.items() if name not in full},
+        dict.fromkeys(full, f"rank {largest} would make up for all of its error"),
+        rank,
+        adapter_rank,
+    )
 
 
 @torch.no_grad()

@@ -61,6 +61,8 @@ class QuantLinear(nn.Linear):
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None  # type: ignore[assignment]
         self.cache = True
         self._dense: Tensor | None = None
+        self._made_from: Tensor | None = None
+        self._is_hf_initialized = True  # transformers has nothing to draw at random here
 
     @classmethod
     def from_quantized(cls, found: Quantized, linear: nn.Linear) -> QuantLinear:
@@ -90,26 +92,33 @@ class QuantLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        if self._dense is None or self._dense.device != self.qweight.device or self._dense.dtype != self.dtype:
-            dense = self.dequantize().to(self.dtype)
-            if not self.cache or dense.is_meta:
-                return dense
-            self._dense = dense
-        return self._dense
+        dense = self._dense
+        # loaders put new tensors in, and some write to what looks like an ordinary weight
+        fresh = dense is not None and self._made_from is self.qweight and not dense._version
+        if dense is None or not fresh or dense.device != self.qweight.device or dense.dtype != self.dtype:
+            with torch.inference_mode(False), torch.no_grad():
+                dense = self.dequantize().to(self.dtype).clone()  # a tensor that nothing has been written to
+            if self.cache and not dense.is_meta:
+                self._dense, self._made_from = dense, self.qweight
+        return dense
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantLinear:
-        self._dense = None
+        self.forget()
         stored = self.scales
         super()._apply(fn, recurse)
         self.scales = stored.to(self.scales.device)  # a cast of the model does not change what is stored
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._dense = None
+        self.forget()
         super()._load_from_state_dict(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Let go of the weight that `cache` keeps, until it is needed again."""
+        self._dense = self._made_from = None
 
     def to_dense(self) -> nn.Linear:
         """An ordinary layer with the same weights."""
@@ -199,3 +208,11 @@ def mark(model: Any, facts: dict[str, Any]) -> None:
         model.config.quantization_config = ProjqConfig(facts["bits"], facts["group_size"], list(layers), facts=facts)
         model.hf_quantizer = ProjqQuantizer(model.config.quantization_config)
     assert first.bits == facts["bits"]
+
+
+def unmark(model: Any) -> None:
+    """Forget what `mark` said, once the layers are ordinary ones."""
+    model.quantization_method = model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config

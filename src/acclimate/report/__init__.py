@@ -55,7 +55,7 @@ def write_report(directory: Path) -> Path:
     """Write `directory`/report.html and return its path.
 
     The directory is a comparison (has compare.json), a run (run.json), a bare evaluation (evaluation.json), a merge or soup
-    with scores (scores.json) or a compression (compression.json). Optional files that are absent leave their section out
+    with scores (scores.json), a compression (compression.json) or a quantisation (quantization.json). Optional files that are absent leave their section out
     with a sentence that says so. Only files in `directory` are read. The page is written to a temporary name and renamed,
     so a reader never sees half of it.
 
@@ -82,10 +82,13 @@ def render(directory: Path) -> str:
         template, context = "merge.html.j2", _merge(directory)
     elif (directory / "compression.json").is_file():
         template, context = "compress.html.j2", _compression(directory)
+    elif (directory / "quantization.json").is_file():
+        template, context = "quantize.html.j2", _quantization(directory)
     else:
         raise InputError(
-            f"{directory} has no compare.json, run.json, evaluation.json, scores.json or compression.json, so there is nothing to report. "
-            "Give the directory of a run, a comparison, an evaluation, a merge with --evaluate, or a compression."
+            f"{directory} has no compare.json, run.json, evaluation.json, scores.json, compression.json or quantization.json, so there is "
+            "nothing to report. Give the directory of a run, a comparison, an evaluation, a merge with --evaluate, a compression or a "
+            "quantisation."
         )
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -303,6 +306,36 @@ def _compression(directory: Path) -> Json:
         "ranks": plots.by_block(layers, {"rank": "rank"}, f"Ranks of {len(layers)} layers against the block")
         if layers
         else None,
+        "settings": _facts((_plain(key), value) for key, value in settings.items()),
+    }
+
+
+def _quantization(directory: Path) -> Json:
+    """What quantize.html.j2 shows of a quantised model."""
+    from acclimate.report import plots
+
+    document = _read_json(directory / "quantization.json") or {}
+    layers, blocks = document["layers"], document["blocks"]
+    depth = [{"name": f".{row['block']}.output of the block", **row} for row in blocks]
+    settings = {key: value for key, value in document["settings"].items() if value is not None}
+    ratios = [row["ratio"] for row in layers]
+    return {
+        "title": directory.resolve().name.removeprefix(runs.PARTIAL),
+        "document": document,
+        "mean_ratio": statistics.fmean(ratios),
+        "depth": plots.by_block(
+            depth, {"error": "relative error"}, f"Error of the hidden states after each of {len(blocks)} blocks"
+        ),
+        "ratios": plots.by_block(
+            layers,
+            {"ratio": "J over GPTQ's", "share": "share in adapter"},
+            f"What no adapter can carry, over GPTQ's, and the adapter's share, of {len(layers)} layers against the block",
+        ),
+        "errors": plots.by_block(
+            layers,
+            {"error_quantised": "without adapter", "error_corrected": "with adapter"},
+            f"Errors of {len(layers)} layers against the block, without and with the adapter",
+        ),
         "settings": _facts((_plain(key), value) for key, value in settings.items()),
     }
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from acclimate.compress.packing import pack, unpack
-from acclimate.compress.quant_linear import NAME, QuantLinear, mark, quantized_layers, to_dense
+from acclimate.compress.quant_linear import NAME, QuantLinear, mark, quantized_layers, to_dense, unmark
 from acclimate.models import quiet
 from acclimate.runs import read_json, replacing, write_json
 
@@ -44,7 +44,7 @@ def save_quantized(
     `adapter_dtype` None: as it is. Before it is trained the adapter has numbers of 16 bits, so nothing is lost.
     Raises ValueError for an unknown format, or one that cannot hold the model; FileExistsError is left to the caller.
     """
-    check_format(format, quantized_layers(model))
+    check_format(format, next(iter(quantized_layers(model).values())).bits)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     plain = _without_adapters(base)
     with replacing(Path(directory)) as temporary, quiet():
@@ -74,28 +74,27 @@ def load_quantized(directory: str | Path, *, adapter: bool = True) -> Any:
 
 def dequantize_and_merge(model: Any) -> Any:
     """A dense model with the adapter folded in; the quantised one stays. The sum is on no grid, so its size is that of 16 or 32 bits."""
+    for layer in quantized_layers(model).values():
+        layer.forget()  # what need not be copied
     dense = copy.deepcopy(model)
-    for _, layer in quantized_layers(dense).items():
-        layer.cache = False
     base = dense.get_base_model() if isinstance(dense, PeftModel) else dense
     to_dense(base)
-    base.quantization_method = None
+    unmark(base)
     return dense.merge_and_unload() if isinstance(dense, PeftModel) else dense
 
 
-def check_format(format: str, layers: dict[str, QuantLinear]) -> None:
-    """Raises ValueError for a format that is unknown, or cannot hold these layers."""
+def check_format(format: str, bits: int) -> None:
+    """Raises ValueError for a format that is unknown, or cannot hold weights of so many bits."""
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, not '{format}'")
-    for name, layer in layers.items():
-        if format == "compressed-tensors" and layer.bits not in (4, 8):
-            raise ValueError(
-                f"compressed-tensors holds weights of 4 or 8 bits, and '{name}' has {layer.bits}; take gptq"
-            )
+    if format == "compressed-tensors" and bits not in (4, 8):
+        raise ValueError(f"compressed-tensors holds weights of 4 or 8 bits, not {bits}; take gptq")
 
 
 def _without_adapters(base: Any) -> Any:
     """A copy of a base model without the adapters' modules around its layers; its tensors are shared."""
+    for layer in quantized_layers(base).values():
+        layer.forget()
     memo = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
     plain = copy.deepcopy(base, memo)
     for name, layer in quantized_layers(plain).items():
@@ -114,8 +113,7 @@ def _save_base(model: Any, directory: Path, format: Format) -> None:
     facts: dict[str, Any] = getattr(model.config.quantization_config, "facts", None) or {}
     if format == "dense":
         to_dense(model)
-        del model.config.quantization_config
-        model.hf_quantizer = None
+        unmark(model)
         model.save_pretrained(directory)
         return
     model.save_pretrained(directory)
