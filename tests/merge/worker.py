@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from acclimate.merge import merge_adapters, monosoup_adapter, monosoup_checkpoint, plan, unfinished
+from acclimate import unfinished
+from acclimate.merge import merge_adapters, monosoup_adapter, monosoup_checkpoint, plan
 from acclimate.merge.adapter_files import StreamedFile
 from acclimate.runs import peak_memory, reset_peak_memory
 
