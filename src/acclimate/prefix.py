@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,10 @@ def _check_exact(model: Any, suffix: Any, n_last: int) -> None:
     ids = torch.arange(12, device=next(model.parameters()).device).reshape(2, 6) % model.config.vocab_size
     mask = torch.ones_like(ids)
     mask[1, 4:] = 0
-    was = {part: part.training for part in (*model.modules(), *suffix.modules())}
-    try:
-        model.eval()
-        suffix.eval()
+    with evaluation_mode(model, suffix):
         whole = model(input_ids=ids, attention_mask=mask).logits
         states = states_below(model, n_last, ids, mask)
         part = suffix(inputs_embeds=states, attention_mask=mask).logits
-    finally:
-        for module, mode in was.items():
-            module.training = mode
     real = mask.bool()
     gap = (whole - part)[real].abs().max() / whole[real].abs().max()
     if not gap <= PROBE_TOLERANCE:
@@ -98,11 +93,24 @@ def _check_exact(model: Any, suffix: Any, n_last: int) -> None:
         )
 
 
-class _ReachedError(Exception):
-    """Carries the states out of a forward pass that has gone far enough."""
+@contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """Evaluation mode in the block; afterwards every part has the mode it had, also after an error."""
+    modes = {part: part.training for model in models for part in model.modules()}
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
-    def __init__(self, states: Tensor) -> None:
-        self.states = states
+
+class ReachedError(Exception):
+    """Ends a forward pass that has gone far enough, and carries out what it has found."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
 
 
 @torch.no_grad()
@@ -112,13 +120,14 @@ def states_below(model: Any, n_last: int, input_ids: Tensor, attention_mask: Ten
     layers = getattr(parent, name)
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _ReachedError(args[0] if args else kwargs["hidden_states"])
+        raise ReachedError(args[0] if args else kwargs["hidden_states"])
 
     handle = layers[len(layers) - n_last].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-    except _ReachedError as reached:
-        return reached.states
+    except ReachedError as reached:
+        value: Tensor = reached.value
+        return value
     finally:
         handle.remove()
     raise ValueError(f"{type(model).__name__} did not run its block {len(layers) - n_last}")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from acclimate.compress import blocks
 
 
 def llama(blocks: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -46,3 +52,32 @@ def inputs_of(model: nn.Module, names: list[str], batches: list[dict[str, Any]])
     for handle in handles:
         handle.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def killed_after_first_block(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do `work` in a process of its own that kills itself when it has saved a block."""
+    process = os.fork()
+    if process == 0:
+        save = blocks._Work._save
+
+        def killed(self: Any, index: int, *rest: Any) -> None:
+            save(self, index, *rest)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(blocks._Work, "_save", killed)
+        work()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def blocks_worked_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that fills with the numbers of the blocks that are worked on from now on, those taken up from files not among them."""
+    done: list[int] = []
+    whole = blocks._Work._block
+
+    def counted(self: Any, index: int, begun: float) -> None:
+        done.append(index)
+        whole(self, index, begun)
+
+    monkeypatch.setattr(blocks._Work, "_block", counted)
+    return done

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from acclimate.data import read_text
 from acclimate.errors import InputError
 from acclimate.models import load_model
 from acclimate.runs import PARTIAL
+from compress.small import blocks_worked_on, killed_after_first_block
 from conftest import colour_rows, write_jsonl
 
 SMALL = ["--seqlen", "32", "--sequences", "6", "--ratio", "0.3", "--calibration", "notes.txt"]
@@ -134,28 +133,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_weights(
     here: Path, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"ratio": 0.3, "calibration": "notes.txt", "sequences": 6, "seqlen": 32}
-    process = os.fork()
-    if process == 0:
-        save = blocks._Work._save
-
-        def killed(self: Any, index: int, *rest: Any) -> None:
-            save(self, index, *rest)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(blocks._Work, "_save", killed)
-        compress_model(str(tiny_lm), "out", **options)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    killed_after_first_block(lambda: compress_model(str(tiny_lm), "out", **options), monkeypatch)
     assert not (here / "out").exists()
     assert (here / f"{PARTIAL}out" / "blocks" / "block-0000.safetensors").exists()
-    done: list[int] = []
-    whole = blocks._Work._block
-
-    def counted(self: Any, index: int, begun: float) -> None:
-        done.append(index)
-        whole(self, index, begun)
-
-    monkeypatch.setattr(blocks._Work, "_block", counted)
+    done = blocks_worked_on(monkeypatch)
     compress_model(str(tiny_lm), "out", **options)
     assert done == [1]
     compress_model(str(tiny_lm), "again", **options)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from acclimate.compress import LowRankLinear, compress_low_rank, export_dense, lora_config
-from acclimate.compress.low_rank_linear import unmark
+from acclimate.compress.quantizer import unmark
 from compress.small import ids, llama, random
 from fresh_process import logits_in_a_fresh_process
 

@@ -16,7 +16,6 @@ from acclimate.compress.gptq import Grid, gptq, round_to_nearest
 from acclimate.compress.projq import (
     Found,
     bits_per_weight,
-    correction,
     project_and_quantize,
     quantize_projq,
     uncorrectable,
@@ -29,6 +28,7 @@ from acclimate.compress.quantized_formats import (
     save_quantized,
     to_compressed_tensors,
 )
+from acclimate.compress.whitening import factors
 from acclimate.linalg import whitening_pair
 from compress.small import ids, llama, random
 from fresh_process import logits_in_a_fresh_process
@@ -153,7 +153,7 @@ def test_the_methods_to_compare_with(method: Any) -> None:
         assert torch.equal(found.quantized.codes, first.codes)
         assert len(found.losses) == 1
     else:  # its second iterate rounds what the first adapter leaves
-        B, A = correction((W - first.dequantize()).double() @ S, S_inv, RANK)
+        B, A, _ = factors((W - first.dequantize()).double() @ S, S_inv, RANK)
         again = gptq(W - B @ A, S @ S.T, GRID).dequantize()
         assert found.losses[1] == pytest.approx(j(W, again, S, RANK), rel=1e-8)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from peft import PeftModel
 
 from acclimate import evaluate, tune
 from acclimate.cli.common import run_app
-from acclimate.compress import QuantLinear, blocks, load_quantized
+from acclimate.compress import QuantLinear, load_quantized
 from acclimate.compress.files import texts
 from acclimate.compress.quantize_files import quantize_model
 from acclimate.compress.text import perplexity, windows
@@ -22,6 +20,7 @@ from acclimate.errors import InputError
 from acclimate.models import load_model
 from acclimate.runs import PARTIAL
 from acclimate.use import export
+from compress.small import blocks_worked_on, killed_after_first_block
 from conftest import colour_rows, write_jsonl
 
 SMALL = ["--seqlen", "32", "--sequences", "6", "--group-size", "16", "--rank", "4", "--calibration", "notes.txt"]
@@ -148,28 +147,10 @@ def test_wrong_input_is_one_message(
 def test_a_killed_run_goes_on_and_ends_with_the_same_weights(
     here: Path, tiny_lm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = os.fork()
-    if process == 0:
-        save = blocks._Work._save
-
-        def killed(self: Any, index: int, *rest: Any) -> None:
-            save(self, index, *rest)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(blocks._Work, "_save", killed)
-        quantize_model(str(tiny_lm), "out", **OPTIONS)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    killed_after_first_block(lambda: quantize_model(str(tiny_lm), "out", **OPTIONS), monkeypatch)
     assert not (here / "out").exists()
     assert (here / f"{PARTIAL}out" / "blocks" / "block-0000.safetensors").exists()
-    done: list[int] = []
-    whole = blocks._Work._block
-
-    def counted(self: Any, index: int, begun: float) -> None:
-        done.append(index)
-        whole(self, index, begun)
-
-    monkeypatch.setattr(blocks._Work, "_block", counted)
+    done = blocks_worked_on(monkeypatch)
     quantize_model(str(tiny_lm), "out", **OPTIONS)
     assert done == [1]
     quantize_model(str(tiny_lm), "again", **OPTIONS)

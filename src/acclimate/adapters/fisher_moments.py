@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from acclimate.linalg import from_triangle, gram_triangle, leading_eigh, nystrom_eigh, overlap
+from acclimate.prefix import evaluation_mode
 
 Factors = Literal["marginal", "kfac"]
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -194,7 +196,7 @@ def collect_moments(
     device = next(model.parameters()).device
     with evaluating(model), torch.enable_grad(), recording(layers, take):
         for batch in data:
-            moved = _to(batch, device)
+            moved = send_to_device(batch, device)
             batches += 1
             try:
                 loss = loss_fn(model, moved)
@@ -251,7 +253,7 @@ def direction_energy(
     device = next(model.parameters()).device
     with evaluating(model), torch.enable_grad(), recording({"layer": layer}, take):
         for batch in data:
-            loss_fn(model, _to(batch, device)).backward()
+            loss_fn(model, send_to_device(batch, device)).backward()
     return total / positions
 
 
@@ -290,15 +292,12 @@ def recording(layers: Mapping[str, nn.Module], take: Callable[[str, Tensor, Tens
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode (no dropout, no activation checkpointing), no weight differentiated; all restored, also after an error."""
-    modes = {module: module.training for module in model.modules()}
     wanted = {p: (p.requires_grad, p.grad) for p in model.parameters()}
     try:
-        model.eval()
-        model.requires_grad_(False)
-        yield
+        with evaluation_mode(model):
+            model.requires_grad_(False)
+            yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         for parameter, (wants, gradient) in wanted.items():
             parameter.requires_grad_(wants)
             parameter.grad = gradient
@@ -308,13 +307,3 @@ def rows_of(batch: Any) -> int:
     """Rows in a batch: the length of its first tensor."""
     values = batch.values() if isinstance(batch, Mapping) else batch
     return next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), 1)
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _to(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to(value, device) for value in batch)
-    return batch

@@ -32,8 +32,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from acclimate.compress.streams import Batch, ReachedError, Stream, block_root, evaluating
+from acclimate.compress.streams import Batch, Stream, block_root, evaluating
 from acclimate.linalg import from_triangle, gram_triangle
+from acclimate.prefix import ReachedError
 from acclimate.runs import replacing, write_json
 from acclimate.show import Silent, Terminal
 

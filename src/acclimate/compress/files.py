@@ -19,7 +19,8 @@ import torch
 import acclimate
 from acclimate import data, models
 from acclimate.compress.blocks import choose_layers, fingerprint
-from acclimate.compress.low_rank_linear import to_dense, unmark
+from acclimate.compress.low_rank_linear import LowRankLinear
+from acclimate.compress.quantizer import to_dense, unmark
 from acclimate.compress.text import perplexity, windows
 from acclimate.compress.whitening import check_settings, compress_low_rank, saves, uniform_rank
 from acclimate.errors import InputError
@@ -85,7 +86,7 @@ def compress_model(
         show.say("writing")
         result = work.model
         if dense:
-            to_dense(result)
+            to_dense(result, LowRankLinear)
             unmark(result)
         with models.quiet():
             result.save_pretrained(unfinished.path)

@@ -59,6 +59,10 @@ class Grid:
             )
         return size
 
+    def stored_bits(self, m: int, n: int) -> int:
+        """Bits of an m x n matrix in a file of GPTQ's layout: codes, 16-bit scales and zero points, and 32 for the group of each input."""
+        return m * n * self.bits + m * (n // self.columns(n)) * (16 + self.bits) + 32 * n
+
     def ranges(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, zero), both (m,) float32, for the numbers (m, g) of one group. Zero points are 1 or more: files in GPTQ's format store
         them minus one."""

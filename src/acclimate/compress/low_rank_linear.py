@@ -17,10 +17,10 @@ import torch
 from peft import LoraConfig
 from peft.tuners import lora
 from torch import Tensor, nn
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from acclimate.compress import quantizer
+from acclimate.compress.quantizer import LayerQuantizer, register, to_dense, unmark
 from acclimate.runs import replacing
 
 NAME = "acclimate_lowrank"
@@ -88,12 +88,6 @@ def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LowRankLinear)}
 
 
-def to_dense(model: nn.Module) -> None:
-    """Put an ordinary layer in the place of every low-rank one."""
-    for name, module in low_rank_layers(model).items():
-        model.set_submodule(name, module.to_dense())
-
-
 class LowRankConfig(QuantizationConfigMixin):
     """`quantization_config` in config.json: the rank of every low-rank layer by its name."""
 
@@ -102,71 +96,46 @@ class LowRankConfig(QuantizationConfigMixin):
         self.ranks = ranks or {}
 
 
-class LowRankQuantizer(HfQuantizer):
+class LowRankQuantizer(LayerQuantizer):
     """Builds the low-rank layers of a saved model before its weights are read."""
 
-    requires_calibration = True
+    kind = LowRankLinear
+    given = "a rank for"
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        known = dict(model.named_modules())
-        start = f"{model.base_model_prefix}."
+    def names(self) -> dict[str, int]:
         ranks: dict[str, int] = self.quantization_config.ranks  # type: ignore[attr-defined]
-        for name, rank in ranks.items():
-            # a model saved with its head is loaded without, or the other way round
-            place = next((n for n in (name, name.removeprefix(start), start + name) if n in known), None)
-            if place is None:
-                raise ValueError(f"config.json gives a rank for '{name}', which {type(model).__name__} does not have")
-            old: Any = known[place]
-            new = LowRankLinear(old.in_features, old.out_features, rank, old.bias is not None, "meta", old.weight.dtype)
-            model.set_submodule(place, new)
-        return model
+        return ranks
+
+    def build(self, name: str, old: nn.Linear) -> nn.Module:
+        rank = self.names()[name]
+        return LowRankLinear(
+            old.in_features, old.out_features, rank, old.bias is not None, device="meta", dtype=old.weight.dtype
+        )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model.is_quantized = False  # its weights are ordinary numbers: .half() and training are as for any model
         return model
-
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        to_dense(model)
-        return model
-
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
 
     @property
     def is_qat_trainable(self) -> bool:
         return True
 
 
-if NAME not in AUTO_QUANTIZER_MAPPING:
-    register_quantization_config(NAME)(LowRankConfig)
-    register_quantizer(NAME)(LowRankQuantizer)
+register(NAME, LowRankConfig, LowRankQuantizer)
 
 
 def mark(model: Any) -> None:
     """Let `save_pretrained` of a transformers model write its low-rank layers so that `from_pretrained` finds them."""
     ranks = {name: layer.rank for name, layer in low_rank_layers(model).items()}
-    if not hasattr(model, "config") or not hasattr(model, "save_pretrained") or not ranks:
-        return
-    model.config.quantization_config = LowRankConfig(ranks)
-    model.hf_quantizer = LowRankQuantizer(model.config.quantization_config)
-
-
-def unmark(model: Any) -> None:
-    """Undo `mark`."""
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        del model.config.quantization_config
-        model.hf_quantizer = None
+    if ranks:
+        quantizer.mark(model, LowRankQuantizer, LowRankConfig(ranks))
 
 
 def export_dense(model: Any, directory: str | Path) -> Path:
     """Write an ordinary checkpoint of the original architecture, for engines that know no low-rank layers: the same answers, at the
     original's size and speed. Returns the directory; the model stays as it is."""
     dense = copy.deepcopy(model)
-    to_dense(dense)
+    to_dense(dense, LowRankLinear)
     unmark(dense)
     with replacing(Path(directory)) as temporary:
         dense.save_pretrained(temporary)

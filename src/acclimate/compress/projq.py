@@ -40,8 +40,8 @@ from acclimate.compress.blocks import Group, choose_layers, progress_bar, stream
 from acclimate.compress.gptq import DAMPING, Grid, Quantized, gptq, round_to_nearest
 from acclimate.compress.quant_linear import QuantLinear, mark, quantized_layers
 from acclimate.compress.text import calibration_batches
-from acclimate.compress.whitening import Whitened, whiten
-from acclimate.linalg import leading_eigh, truncated_svd
+from acclimate.compress.whitening import Whitened, factors, whiten
+from acclimate.linalg import from_triangle, gram_triangle, leading_eigh
 from acclimate.show import Silent
 
 Method = Literal["projq", "gptq", "rtn", "loftq"]
@@ -57,15 +57,22 @@ WIDE = 2048  # from this width on the default rank is 64, below 16
 class Found:
     """Quantised weights, the adapter's factors B (m, r) and A (r, n), and J of every iterate (the first is GPTQ's).
 
-    `diverged`: an iterate's J was not a finite number, and the best of those before it was taken.
+    `error` and `left` are ||(W - Q) S||^2 and ||(W - Q - B A) S||^2. `diverged`: an iterate's J was not a finite number, and the best of those
+    before it was taken.
     """
 
     quantized: Quantized
     B: Tensor
     A: Tensor
     losses: list[float]
-    share: float  # of the squared error that the adapter carries
+    error: float
+    left: float
     diverged: bool = False
+
+    @property
+    def share(self) -> float:
+        """Of the squared error, what the adapter carries."""
+        return 1 - self.left / self.error if self.error else 1.0
 
 
 def uncorrectable(error: Tensor, rank: int) -> tuple[float, Tensor]:
@@ -73,18 +80,11 @@ def uncorrectable(error: Tensor, rank: int) -> tuple[float, Tensor]:
     m, n = error.shape
     rank = min(rank, m, n)
     if n <= m:
-        values, V = leading_eigh(error.T @ error, rank)
+        values, V = leading_eigh(from_triangle(gram_triangle(error)), rank)
     else:
-        values, U = leading_eigh(error @ error.T, rank)
+        values, U = leading_eigh(from_triangle(gram_triangle(error.T)), rank)
         V = error.T @ U / values.clamp_min(torch.finfo(torch.float64).tiny).sqrt()
     return max(0.0, float(error.square().sum() - values.sum())), V
-
-
-def correction(error: Tensor, S_inv: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """(B (m, r), A (r, n)) with B A S the best approximation of rank r to `error` = (W - Q) S."""
-    U, sigma, Vt = truncated_svd(error, rank)
-    root = sigma[:rank].sqrt()
-    return U * root, (root[:, None] * Vt) @ S_inv
 
 
 def project_and_quantize(
@@ -122,7 +122,7 @@ def project_and_quantize(
             free += damping * C.diagonal().mean() * torch.eye(len(C), dtype=torch.float64)
             quantized = gptq(W, free, grid, damping=0.0)
         else:
-            B, A = correction(error, S_inv, rank)
+            B, A, _ = factors(error, S_inv, rank)
             quantized = gptq(W - B @ A, C, grid, damping)
         error = error_of(quantized)
         now, V_now = uncorrectable(error, rank)
@@ -138,10 +138,9 @@ def project_and_quantize(
         if still or settled:
             break
     kept = min(rank if comp_rank is None else comp_rank, *W.shape)
-    total = float(best_error.square().sum())
-    left = uncorrectable(best_error, kept)[0] if kept else total
-    B, A = correction(best_error, S_inv, kept)
-    return Found(best, B, A, losses, 1 - left / total if total else 1.0, diverged)
+    B, A, sigma = factors(best_error, S_inv, kept)
+    energy = sigma.square()
+    return Found(best, B, A, losses, float(energy.sum()), float(energy[kept:].sum()), diverged)
 
 
 # --- what is done to each layer ---
@@ -188,15 +187,13 @@ class _Quantize:
         )  # fmt: skip
         if found.diverged:
             self.diverged.append(name)
-        W = linear.weight.detach().double().cpu()
-        error = (W - found.quantized.dequantize().double()) @ prepared.S
-        size = float((W @ prepared.S).norm()) or 1.0
+        size = float((linear.weight.detach().double().cpu() @ prepared.S).norm()) or 1.0
         facts = {
             "losses": found.losses,
             "ratio": min(found.losses) / found.losses[0] if found.losses[0] else 1.0,
             "share": found.share,
-            "error_quantised": float(error.norm()) / size,
-            "error_corrected": float((error - found.B @ (found.A @ prepared.S)).norm()) / size,
+            "error_quantised": math.sqrt(found.error) / size,
+            "error_corrected": math.sqrt(found.left) / size,
         }
         return self._module(linear, found.quantized, found.B, found.A), facts
 
@@ -330,10 +327,10 @@ def quantize_projq(
         settings=settings,
         show=show,
     )
-    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    corrections: dict[str, tuple[Tensor, Tensor]] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, Corrected):
-            factors[name] = (module.B, module.A)
+            corrections[name] = (module.B, module.A)
             model.set_submodule(name, module.base)
     for name, reason in streamed.kept.items():
         if "no calibration token" in reason:  # an expert that is never chosen
@@ -341,10 +338,10 @@ def quantize_projq(
                 name, QuantLinear.from_quantized(round_to_nearest(layers[name].weight, grid), layers[name])
             )
             streamed.kept[name] = f"{reason}: rounded to nearest, without an adapter"
-    if not factors:
+    if not corrections:
         raise ValueError(f"no layer could be quantised: {next(iter(streamed.kept.values()))}")
     mark(model, settings)
-    peft_model = _with_adapter(model, factors, adapter_rank)
+    peft_model = _with_adapter(model, corrections, adapter_rank)
     report = QuantizationReport(
         streamed.layers,
         streamed.blocks,
@@ -419,12 +416,12 @@ def check_layers(
 
 
 @torch.no_grad()
-def _with_adapter(model: Any, factors: Mapping[str, tuple[Tensor, Tensor]], rank: int) -> PeftModel:
+def _with_adapter(model: Any, corrections: Mapping[str, tuple[Tensor, Tensor]], rank: int) -> PeftModel:
     config = LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=sorted(factors), init_lora_weights=False, task_type=_task(model)
+        r=rank, lora_alpha=rank, target_modules=sorted(corrections), init_lora_weights=False, task_type=_task(model)
     )
     peft_model: Any = get_peft_model(model, config)
-    for name, (B, A) in factors.items():
+    for name, (B, A) in corrections.items():
         layer: Any = peft_model.base_model.model.get_submodule(name)
         layer.lora_A["default"].weight.copy_(A)
         layer.lora_B["default"].weight.copy_(B)

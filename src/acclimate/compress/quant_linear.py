@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from acclimate.compress import quantizer
 from acclimate.compress.gptq import Quantized
 from acclimate.compress.packing import pack, unpack, words
+from acclimate.compress.quantizer import LayerQuantizer, register
 
 NAME = "acclimate_projq"
 
@@ -145,74 +145,33 @@ class ProjqConfig(QuantizationConfigMixin):
         self.facts = facts.get("facts", {k: v for k, v in facts.items() if k != "quant_method"})
 
 
-class ProjqQuantizer(HfQuantizer):
+class ProjqQuantizer(LayerQuantizer):
     """Builds the quantised layers of a saved model before its weights are read."""
 
-    requires_calibration = True
+    kind = QuantLinear
+    given = "codes for"
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        known = dict(model.named_modules())
-        start = f"{model.base_model_prefix}."
+    def names(self) -> list[str]:
+        modules: list[str] = self.quantization_config.modules  # type: ignore[attr-defined]
+        return modules
+
+    def build(self, name: str, old: nn.Linear) -> nn.Module:
         config: Any = self.quantization_config
-        for name in config.modules:
-            # a model saved with its head is loaded without, or the other way round
-            place = next((n for n in (name, name.removeprefix(start), start + name) if n in known), None)
-            if place is None:
-                raise ValueError(f"config.json lists '{name}' as quantised, which {type(model).__name__} does not have")
-            old: Any = known[place]
-            new = QuantLinear(
-                old.in_features,
-                old.out_features,
-                config.bits,
-                config.group_size,
-                old.bias is not None,
-                "meta",
-                old.weight.dtype,
-            )
-            model.set_submodule(place, new)
-        return model
+        shape = (old.in_features, old.out_features, config.bits, config.group_size)
+        return QuantLinear(*shape, old.bias is not None, device="meta", dtype=old.weight.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model.quantization_method = "gptq"  # PEFT refuses to merge into such models
         return model
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        to_dense(model)
-        return model
 
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-
-if NAME not in AUTO_QUANTIZER_MAPPING:
-    register_quantization_config(NAME)(ProjqConfig)
-    register_quantizer(NAME)(ProjqQuantizer)
-
-
-def to_dense(model: nn.Module) -> None:
-    """Put an ordinary layer in the place of every quantised one."""
-    for name, module in quantized_layers(model).items():
-        model.set_submodule(name, module.to_dense())
+register(NAME, ProjqConfig, ProjqQuantizer)
 
 
 def mark(model: Any, facts: dict[str, Any]) -> None:
     """Let `save_pretrained` write the packed layers so that `from_pretrained` finds them, and PEFT know that it cannot merge into them."""
     layers = quantized_layers(model)
-    first = next(iter(layers.values()))
+    assert next(iter(layers.values())).bits == facts["bits"]
     model.quantization_method = "gptq"
-    if hasattr(model, "config") and hasattr(model, "save_pretrained"):
-        model.config.quantization_config = ProjqConfig(facts["bits"], facts["group_size"], list(layers), facts=facts)
-        model.hf_quantizer = ProjqQuantizer(model.config.quantization_config)
-    assert first.bits == facts["bits"]
-
-
-def unmark(model: Any) -> None:
-    """Forget what `mark` said, once the layers are ordinary ones."""
-    model.quantization_method = model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    config = ProjqConfig(facts["bits"], facts["group_size"], list(layers), facts=facts)
+    quantizer.mark(model, ProjqQuantizer, config)

@@ -91,14 +91,12 @@ def quantize_model(
 def plan(model: Any, bits: int, group_size: int, rank: int | None, options: dict[str, Any]) -> dict[str, Any]:
     """What would be done: the layers, the adapter's rank, bits per weight and the sizes."""
     layers, kept = choose_layers(model, *_names(options))
-    layers, full, rank, adapter_rank = check_layers(layers, Grid(bits, group_size), rank, **_settings(options))
+    grid = Grid(bits, group_size)
+    layers, full, rank, adapter_rank = check_layers(layers, grid, rank, **_settings(options))
     size = next(model.parameters()).element_size()
     before = sum(p.numel() for p in model.parameters()) * size
     weights = sum(layer.weight.numel() for layer in layers.values())
-    stored = sum(
-        m * n * bits + (m * (16 + bits)) * (n // (n if group_size == -1 else group_size)) + 32 * n
-        for m, n in (layer.weight.shape for layer in layers.values())
-    )
+    stored = sum(grid.stored_bits(*layer.weight.shape) for layer in layers.values())
     adapter = sum(16 * adapter_rank * sum(layer.weight.shape) for layer in layers.values())
     return {
         "layers": [{"name": name, "shape": list(layer.weight.shape)} for name, layer in layers.items()],

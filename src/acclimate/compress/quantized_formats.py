@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from acclimate.compress.packing import pack, unpack
-from acclimate.compress.quant_linear import NAME, QuantLinear, mark, quantized_layers, to_dense, unmark
+from acclimate.compress.quant_linear import NAME, QuantLinear, mark, quantized_layers
+from acclimate.compress.quantizer import to_dense, unmark
 from acclimate.models import quiet
 from acclimate.runs import read_json, replacing, write_json
 
@@ -78,7 +79,7 @@ def dequantize_and_merge(model: Any) -> Any:
         layer.forget()  # what need not be copied
     dense = copy.deepcopy(model)
     base = dense.get_base_model() if isinstance(dense, PeftModel) else dense
-    to_dense(base)
+    to_dense(base, QuantLinear)
     unmark(base)
     return dense.merge_and_unload() if isinstance(dense, PeftModel) else dense
 
@@ -97,9 +98,6 @@ def _without_adapters(base: Any) -> Any:
         layer.forget()
     memo = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
     plain = copy.deepcopy(base, memo)
-    for name, layer in quantized_layers(plain).items():
-        if name.endswith(".base_layer"):
-            plain.set_submodule(name.removesuffix(".base_layer"), layer)
     for name, module in list(plain.named_modules()):
         if hasattr(module, "base_layer"):
             plain.set_submodule(name, module.base_layer)
@@ -112,7 +110,7 @@ def _save_base(model: Any, directory: Path, format: Format) -> None:
     first = next(iter(layers.values()))
     facts: dict[str, Any] = getattr(model.config.quantization_config, "facts", None) or {}
     if format == "dense":
-        to_dense(model)
+        to_dense(model, QuantLinear)
         unmark(model)
         model.save_pretrained(directory)
         return

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from acclimate import prefix
+from acclimate.prefix import ReachedError, evaluation_mode
 
 Batch = Mapping[str, Any]
 
@@ -66,13 +68,6 @@ def block_root(model: Any) -> tuple[str, int]:
         ) from None
     name = next(name for name, module in model.named_modules() if module is getattr(parent, attribute))
     return name, len(getattr(parent, attribute))
-
-
-class ReachedError(Exception):
-    """Ends a forward pass that has gone far enough."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
 
 
 class Stream:
@@ -186,7 +181,8 @@ class Stream:
     def run(self, index: int, batch: int, states: Tensor) -> Tensor:
         args, kwargs = self.arguments[batch][index]
         where = next(self.blocks[index].parameters()).device
-        return _states(self.blocks[index](states.to(where), *_moved(args, where), **_moved(kwargs, where)))
+        args, kwargs = send_to_device((args, kwargs), where)
+        return _states(self.blocks[index](states.to(where), *args, **kwargs))
 
     def rows(self, x: Tensor, batch: int, name: str) -> Tensor:
         """(tokens, n): a layer's inputs without those of padding. Raises ValueError where they are not finite."""
@@ -209,18 +205,15 @@ class Stream:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
+    """Evaluation mode, without gradients and without a key-value cache."""
     config = getattr(model, "config", None)
     cache = getattr(config, "use_cache", None)
-    model.eval()
     if cache is not None:
         config.use_cache = False  # type: ignore[union-attr]
     try:
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         if cache is not None:
             config.use_cache = cache  # type: ignore[union-attr]
 
@@ -228,13 +221,3 @@ def evaluating(model: Any) -> Iterator[None]:
 def _states(output: Any) -> Tensor:
     found: Tensor = output[0] if isinstance(output, tuple | list) else output
     return found
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device) for item in value)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value

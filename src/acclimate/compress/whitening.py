@@ -45,10 +45,11 @@ from acclimate.compress.blocks import (
     restore,
     stream_blocks,
 )
-from acclimate.compress.low_rank_linear import LowRankLinear, low_rank_layers, mark, unmark
+from acclimate.compress.low_rank_linear import LowRankLinear, low_rank_layers, mark
+from acclimate.compress.quantizer import unmark
 from acclimate.compress.streams import Batch
 from acclimate.compress.text import calibration_batches, hold_out, token_loss
-from acclimate.linalg import truncated_svd, whitening_pair, whitening_pair_of_root
+from acclimate.linalg import gram_triangle, truncated_svd, whitening_pair, whitening_pair_of_root
 from acclimate.show import Silent
 
 Solver = Literal["eigh", "qr", "cholesky"]
@@ -186,7 +187,7 @@ class _Compress:
 def misalignment(W: Tensor, W_low: Tensor, S: Tensor, rank: int) -> float:
     """||(W - W^) S||_F over the least that any matrix of this rank leaves, (sum_{i > r} sigma_i(W S)^2)^(1/2)."""
     WS = W @ S
-    energies = torch.linalg.eigvalsh(WS @ WS.T if WS.shape[0] <= WS.shape[1] else WS.T @ WS).clamp_min(0)
+    energies = torch.linalg.eigvalsh(gram_triangle(WS.T if WS.shape[0] <= WS.shape[1] else WS)).clamp_min(0)
     least = energies[: len(energies) - rank].sum()
     return float(((WS - W_low @ S).square().sum() / least.clamp_min(1e-300)).sqrt()) if least > 0 else 1.0
 
