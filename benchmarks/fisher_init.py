@@ -28,33 +28,28 @@ from peft import EvaConfig, LoraConfig, LoraGAConfig, get_peft_model, initialize
 from peft.tuners.lora import preprocess_loraga
 from threadpoolctl import threadpool_limits
 
-from acclimate import data, models
+from acclimate import models
 from acclimate.adapters.fisher import fisher_init
+from acclimate.claims.gsm8k import problems
 
 Batches = list[dict[str, torch.Tensor]]
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def problems(tokenizer: Any, count: int) -> Batches:
-    rows = []
-    for row in data.read_table("gsm8k").rows:
-        prompt = tokenizer(f"Question: {row['question']}\nAnswer:")["input_ids"]
-        answer = [*tokenizer(" " + row["answer"])["input_ids"], tokenizer.eos_token_id]
-        if len(prompt) + len(answer) <= 112:
-            rows.append((prompt, answer))
-    found = []
+def batches_of(tokenizer: Any, count: int) -> Batches:
+    rows, found = problems(tokenizer, count), []
     for start in range(0, count, 8):
         part = rows[start : start + 8]
-        width = max(len(p) + len(a) for p, a in part)
+        width = max(len(ids) for ids, _ in part)
 
         def padded(values: list[list[int]], fill: int, width: int = width) -> torch.Tensor:
             return torch.tensor([v + [fill] * (width - len(v)) for v in values])
 
         found.append(
             {
-                "input_ids": padded([p + a for p, a in part], tokenizer.eos_token_id),
-                "attention_mask": padded([[1] * len(p + a) for p, a in part], 0),
-                "labels": padded([[-100] * len(p) + a for p, a in part], -100),
+                "input_ids": padded([ids for ids, _ in part], tokenizer.eos_token_id),
+                "attention_mask": padded([[1] * len(ids) for ids, _ in part], 0),
+                "labels": padded([[-100] * begin + ids[begin:] for ids, begin in part], -100),
             }
         )
     return found
@@ -107,7 +102,7 @@ def main() -> None:
     torch.set_num_threads(1)
     threadpool_limits(1)
     whole, tokenizer = models.load_model("smollm2")
-    batches = problems(tokenizer, count)
+    batches = batches_of(tokenizer, count)
     result: dict[str, Any] = {"rows": count, "tokens": sum(int(b["attention_mask"].sum()) for b in batches)}
     choices = {"q and v": ["q_proj", "v_proj"], "all linear layers": LINEAR}
     for name, targets in list(choices.items())[: 1 if arguments.fast else None]:

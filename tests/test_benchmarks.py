@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from fast_benchmark import fast_benchmark
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.embedded
 def test_overhead_runs(tmp_path: Path) -> None:
-    output = tmp_path / "overhead.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "overhead.py"), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
-    result = json.loads(output.read_text())
+    result = fast_benchmark("overhead", tmp_path)
     assert result["overhead"].keys() >= {"step_time_ratio", "peak_memory_ratio", "startup_difference_seconds"}
     assert result["scoring"]["choices"] == 150
     assert result["scoring"]["largest_difference"] < 1e-4
@@ -27,10 +23,7 @@ def test_overhead_runs(tmp_path: Path) -> None:
 
 @pytest.mark.embedded
 def test_fisher_init_runs(tmp_path: Path) -> None:
-    output = tmp_path / "fisher_init.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "fisher_init.py"), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
-    result = json.loads(output.read_text())
+    result = fast_benchmark("fisher_init", tmp_path)
     assert result["rows"] == 2
     assert result["q and v"].keys() == {"lora-ga_ratio", "eva_ratio", "epoch_ratio", "seconds"}
     assert all(len(values) == 1 for values in result["q and v"]["seconds"].values())
@@ -38,10 +31,7 @@ def test_fisher_init_runs(tmp_path: Path) -> None:
 
 @pytest.mark.embedded
 def test_whitening_runs(tmp_path: Path) -> None:
-    output = tmp_path / "whitening.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "whitening.py"), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
-    result = json.loads(output.read_text())
+    result = fast_benchmark("whitening", tmp_path)
     assert result["refresh"]["ratio"].keys() == {"none", "block", "group", "none, cholesky", "group, cholesky"}
     assert result["inference"]["rank"] == 76  # 0.6 x 256 / 2
     assert result["inference"]["bytes_ratio"] <= 0.6
@@ -49,10 +39,7 @@ def test_whitening_runs(tmp_path: Path) -> None:
 
 
 def test_projq_runs(tmp_path: Path) -> None:
-    output = tmp_path / "projq.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "projq.py"), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
-    result = json.loads(output.read_text())
+    result = fast_benchmark("projq", tmp_path)
     assert result["target"] == pytest.approx(7.2)
     found = result["layers"]["64 x 128"]
     assert found["seconds"].keys() == {"pass", "gptq", "projq"}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from acclimate import metrics
 from acclimate.claims import bayesian_lora
 from acclimate.claims.bayesian_lora import ANSWERS, BATCH, CLAIM, LAMBDAS, LONGEST, SIZES, TARGETS, Bench
 from acclimate_claims import bench_fast
+from fast_benchmark import fast_benchmark
 
 ARMS = {
     "untouched model",
@@ -111,11 +108,7 @@ def test_arms_share_frozen_weights_and_batches(bench: Bench) -> None:
 @pytest.mark.embedded
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """At its smallest size; its times are for people, not for asserts."""
-    output = tmp_path / "found.json"
-    script = Path(__file__).parents[2] / "benchmarks" / "bayesian_lora.py"
-    command = [sys.executable, str(script), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
-    found = json.loads(output.read_text())
+    found = fast_benchmark("bayesian_lora", tmp_path)
     assert found["summary"].keys() == found["bars"].keys()
     assert all(value > 0 for value in found["summary"].values())
     assert found["prediction"]["adapted_blocks"] == 10

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from acclimate.claims.circumerge import CLAIM, OURS, PEFT_TYPES, RULES, SIZES, P
 from acclimate.merge import MergeSettings
 from acclimate.merge.circumerge import merge_core
 from acclimate_claims import bench_fast
+from fast_benchmark import fast_benchmark
 from merge.synthetic import pair
 
 ROOT = Path(__file__).parents[2]
@@ -104,10 +101,7 @@ def test_accuracies_are_those_of_the_changed_encoder() -> None:
 
 @pytest.mark.embedded
 def test_merge_benchmark_runs(tmp_path: Path) -> None:
-    output = tmp_path / "merge.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "merge.py"), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True)
-    result = json.loads(output.read_text())
+    result = fast_benchmark("merge", tmp_path)
     tiny = result["merge"]["tiny"]
     assert tiny["ms_per_block"].keys() == {*OURS, "core space", "knots", "peft svd"}
     assert tiny["over_core_space"]["gram"] == pytest.approx(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from acclimate.adapters.frame import FrameFTConfig, suggest_lr
 from acclimate.claims import frameft
 from acclimate.claims.frameft import ARMS, CLAIM, CONTROLS, PEERS, Classifier, Encoded, batches, encode
 from acclimate_claims import bench_fast
+from fast_benchmark import fast_benchmark
 
 
 @pytest.mark.embedded
@@ -81,12 +78,7 @@ def test_labels_are_of_sentences() -> None:
 
 @pytest.mark.embedded
 def test_benchmark_runs(tmp_path: Path) -> None:
-    output = tmp_path / "frameft.json"
-    script = Path(__file__).parents[2] / "benchmarks" / "frameft.py"
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, str(script), "--fast", "--output", str(output)]
-    subprocess.run(command, check=True, env=environment, capture_output=True)
-    result = json.loads(output.read_text())
+    result = fast_benchmark("frameft", tmp_path)
     times = result["layer"]["layer_ms"]
     assert result["layer"]["layer_speedup_over_fourierft"] == pytest.approx(times["fourierft"] / times["frameft"])
     times = result["model"]["step_ms"]

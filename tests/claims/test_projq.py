@@ -48,7 +48,8 @@ def test_loftq_is_alternation_without_data() -> None:
     torch.testing.assert_close(again.dequantize(), round_to_nearest(W - B @ A, grid).dequantize())
 
 
-def test_the_judge_scores_layers_in_place_and_counts_bits_as_files_do() -> None:
+def test_the_judge_scores_layers_in_place_and_counts_bits_as_files_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "GROUP", 16)  # the tiny model's layers are narrower than a group of the claim
     model, held = llama(), ids(3)
     judge = Judge(model, held)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -70,11 +71,9 @@ def test_the_judge_scores_layers_in_place_and_counts_bits_as_files_do() -> None:
                 assert excess == pytest.approx(float(loss) - dense, abs=1e-5)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     files = bits_of_files(peft_model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(claim, "GROUP", 16)
-        # zero points of 3 bits fill whole words in files
-        assert bits_per_weight(layers, 3, 4) == pytest.approx(files["total"], rel=0.02)
-        assert bits_per_weight(layers, 3, 0) == pytest.approx(files["total"] - files["adapter"], rel=0.02)
+    # zero points of 3 bits fill whole words in files
+    assert bits_per_weight(layers, 3, 4) == pytest.approx(files["total"], rel=0.02)
+    assert bits_per_weight(layers, 3, 0) == pytest.approx(files["total"] - files["adapter"], rel=0.02)
 
 
 def test_committed_evidence_belongs_to_this_claim() -> None:

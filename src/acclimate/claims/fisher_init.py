@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from acclimate import data, models
 from acclimate.claims.base import Bar, Budget, Claim, Row
+from acclimate.claims.gsm8k import problems
 from acclimate.prefix import FrozenPrefixCache, suffix_model
 
 ARMS = ("default", "pissa", "eva", "lora-ga", "fisher split", "fisher input", "fisher residual")
@@ -135,16 +136,12 @@ class TextTask:
 
 class Gsm8k(TextTask):
     def read(self, size: Size) -> list[dict[str, Any]]:
-        found = []
-        for split, wanted in (("train", size.train + size.held_out), ("test", size.test)):
-            rows = []
-            for row in data.read_table("gsm8k", split=split).rows:
-                prompt = self.tokenizer(f"Question: {row['question']}\nAnswer:")["input_ids"]
-                answer = [*self.tokenizer(" " + row["answer"])["input_ids"], self.tokenizer.eos_token_id]
-                if len(prompt) + len(answer) <= size.longest:
-                    rows.append({"ids": prompt + answer, "start": len(prompt)})
-            found += rows[:wanted]
-        return found
+        wanted = {"train": size.train + size.held_out, "test": size.test}
+        return [
+            {"ids": ids, "start": start}
+            for split, count in wanted.items()
+            for ids, start in problems(self.tokenizer, count, size.longest, split)
+        ]
 
     def loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, int, int]:
         """(summed loss, tokens, tokens that were the most probable ones)."""

@@ -32,12 +32,13 @@ from torch import Tensor, nn
 
 from acclimate import data
 from acclimate.claims.base import Bar, Budget, Claim, Row
-from acclimate.claims.shift_aware_whitening import load, problems, train
+from acclimate.claims.gsm8k import problems
+from acclimate.claims.shift_aware_whitening import load, train
 from acclimate.compress.blocks import Group, choose_layers, stream_blocks
 from acclimate.compress.gptq import Grid, Quantized, round_to_nearest
-from acclimate.compress.projq import ITERATIONS, correction, project_and_quantize, uncorrectable
-from acclimate.compress.text import calibration_batches, windows
-from acclimate.compress.whitening import Whitened, whiten
+from acclimate.compress.projq import ITERATIONS, project_and_quantize, uncorrectable
+from acclimate.compress.text import calibration_batches, token_loss, windows
+from acclimate.compress.whitening import Whitened, factors, whiten
 from acclimate.prefix import FrozenPrefixCache, suffix_model
 
 GPTQ, OURS = "GPTQ + compensation", "ProjQ"
@@ -241,7 +242,8 @@ def quantise(arm: str, W: Tensor, at: Whitened, grid: Grid, rank: int) -> tuple[
             W, nbits=grid.bits, group_size=grid.group_size, axis=1, device="cpu", compute_dtype=torch.float32
         )
         Q = Quantizer.dequantize(packed, meta)
-        return Q, *correction((W - Q).double() @ at.S, at.S_inv, rank)
+        B, A, _ = factors((W - Q).double() @ at.S, at.S_inv, rank)
+        return Q, B, A
     method: Any = {"RTN + compensation": "rtn", OURS: "projq"}.get(arm, "gptq")
     made = project_and_quantize(W, at.S, at.S_inv, grid, rank, method=method)
     return made.quantized, made.B, made.A
@@ -261,13 +263,10 @@ def loftq(W: Tensor, grid: Grid, rank: int, iterations: int = ITERATIONS) -> tup
 
 
 def bits_per_weight(layers: Mapping[str, Made], bits: int, rank: int) -> float:
-    """As files in GPTQ's format have it: codes, 16-bit scales, zero points, each input's group; and 16 bits a number of the adapter."""
-    weights = total = 0.0
-    for made in layers.values():
-        m, n = made.B.shape[0], made.A.shape[1]
-        weights += m * n
-        total += m * n * (bits + (16 + bits) / GROUP) + 32 * n + 16 * rank * (m + n)
-    return total / weights
+    """As files in GPTQ's format have it, and 16 bits a number of the adapter."""
+    grid, shapes = Grid(bits, GROUP), [(made.B.shape[0], made.A.shape[1]) for made in layers.values()]
+    total = sum(grid.stored_bits(m, n) + 16 * rank * (m + n) for m, n in shapes)
+    return total / sum(m * n for m, n in shapes)
 
 
 # --- what they are worth ---
@@ -280,13 +279,8 @@ class Judge:
         self.held = held
         self.dense = self._losses(model)
 
-    @torch.no_grad()
     def _losses(self, model: Any) -> list[float]:
-        found = []
-        for window in self.held:
-            logits = model(input_ids=window[None]).logits[0, :-1].float()
-            found.append(float(nn.functional.cross_entropy(logits, window[1:])))
-        return found
+        return [token_loss(model, [{"input_ids": window[None]}]) for window in self.held]
 
     def row(
         self, model: Any, system: str, bits: int, calibration: int, layers: Mapping[str, Made], adapter: bool

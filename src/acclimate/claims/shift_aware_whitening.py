@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from acclimate import data, models
 from acclimate.claims.base import Bar, Budget, Claim, Row
+from acclimate.claims.gsm8k import problems
 from acclimate.compress.blocks import choose_layers
 from acclimate.compress.lora_start import init_lora
 from acclimate.compress.low_rank_linear import LowRankLinear
@@ -251,17 +252,6 @@ def scaled_svd(model: Any, ratio: float, left: Mapping[str, Tensor], right: Mapp
 
 
 # --- LoRA ---
-
-
-def problems(tokenizer: Any, count: int, longest: int = 112) -> list[tuple[list[int], int]]:
-    """(token ids, where the answer begins) of the first GSM8K problems that are short enough."""
-    found = []
-    for row in data.read_table("gsm8k").rows:
-        prompt = tokenizer(f"Question: {row['question']}\nAnswer:")["input_ids"]
-        answer = [*tokenizer(" " + row["answer"])["input_ids"], tokenizer.eos_token_id]
-        if len(prompt) + len(answer) <= longest:
-            found.append((prompt + answer, len(prompt)))
-    return found[:count]
 
 
 def lora_part(model: Any, tokenizer: Any, size: Size, report: Callable[[str], None]) -> list[Row]:

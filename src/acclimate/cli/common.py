@@ -33,6 +33,8 @@ err = Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Directory to write to.", show_default=False)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any recipe key, e.g. `train.lr=1e-3`. May be given several times.", show_default=False),

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Speaker, bytes_text, seconds_text
+from acclimate.cli import calibration as calibrated
+from acclimate.cli.common import DryRun, Json, Output, Overwrite, Quiet, Speaker, bytes_text, seconds_text
 
 EXAMPLES = """
 Make a language model smaller: its linear layers become low-rank, from calibration text alone, without fine-tuning.
@@ -24,27 +25,14 @@ acclimate compress my-model --ratio 0.2 --dry-run
 
 
 def compress(
-    model: Annotated[str, typer.Argument(help="Embedded name, directory, GGUF file or hub id.")],
+    model: calibrated.Model,
     ratio: Annotated[float, typer.Option(help="Share of the layers' parameters to remove, between 0 and 1.")] = 0.2,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            "--calibration",
-            "--calib",
-            help="Text like that of your use: a .txt file, or rows with a column text. Default: a part of WikiText-2.",
-            show_default=False,
-        ),
-    ] = None,
-    eval_data: Annotated[
-        str | None,
-        typer.Option(
-            help="Text to measure perplexity on. Default: the last tenth of the calibration text.", show_default=False
-        ),
-    ] = None,
+    calibration: calibrated.Calibration = None,
+    eval_data: calibrated.EvalData = None,
     output: Output = None,
-    sequences: Annotated[int, typer.Option(help="Windows of text to calibrate on, and to measure on.")] = 16,
-    seqlen: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the places of the windows.")] = 0,
+    sequences: calibrated.Sequences = 16,
+    seqlen: calibrated.SequenceLength = 512,
+    seed: calibrated.Seed = 0,
     refresh: Annotated[
         str, typer.Option(help="group: new statistics for each group of layers; block: for each block; none.")
     ] = "group",
@@ -55,23 +43,15 @@ def compress(
         float | None,
         typer.Option(help="0.995: shorten the inputs of tokens beyond this quantile.", show_default=False),
     ] = None,
-    targets: Annotated[
-        list[str] | None, typer.Option("--target", help="Only layers of this name. Several times.", show_default=False)
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Not layers of this name. Several times.", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where blocks are computed: cpu or cuda.", show_default=False)
-    ] = None,
+    targets: calibrated.Targets = None,
+    exclude: calibrated.Exclude = None,
+    device: calibrated.Device = None,
     dense: Annotated[
         bool, typer.Option("--dense", help="Write ordinary layers, for other engines; no smaller than before.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a hub repository ships.")
-    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    trust_remote_code: calibrated.TrustRemoteCode = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -81,17 +61,14 @@ def compress(
     from acclimate.errors import InputError
 
     speaker = Speaker(as_json, quiet)
-    names: dict[str, Any] = {"targets": targets or "all-linear", "exclude": tuple(exclude or ()) or ("lm_head",)}
+    names = calibrated.layers(targets, exclude)
     if not 0 < ratio < 1:
         raise InputError(f"--ratio is the share of parameters to remove, between 0 and 1, not {ratio:g}")
-    if sequences < 1 or seqlen < 2:
-        raise InputError("--sequences is at least 1, and --seqlen at least 2")
+    calibrated.check_windows(sequences, seqlen)
     if dry_run:
-        loaded, _ = files.load(model, trust_remote_code, speaker.show)
-        try:
-            plan = files.plan(loaded, ratio, **names)
-        except (ValueError, TypeError) as error:
-            raise InputError(str(error)) from error
+        plan = calibrated.planned(
+            model, trust_remote_code, speaker.show, lambda loaded: files.plan(loaded, ratio, **names)
+        )
         table = Table("layer", "shape", "rank")
         for row in plan["layers"]:
             rank = "stays" if row["rank"] is None else str(row["rank"])

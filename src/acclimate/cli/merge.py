@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, bytes_text, seconds_text
+from acclimate.cli.common import DryRun, Json, Output, Overwrite, Quiet, Set, Speaker, bytes_text, seconds_text
 from acclimate.cli.scoring import BaseModel, Evaluate, ScoredTask, recipe_fields, scores_shown
 
 EXAMPLES = """
@@ -61,9 +61,9 @@ def merge(
     allow_different_base: Annotated[
         bool, typer.Option("--allow-different-base", help="The base models have different names but are the same.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
+    overwrite: Overwrite = False,
     report: Annotated[Path | None, typer.Option(help="Also write the report here (JSON).", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
+    dry_run: DryRun = False,
     compare_basis: Annotated[
         bool, typer.Option("--compare-basis", help="Merge with every basis, and write nothing but their times.")
     ] = False,

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Speaker, bytes_text, seconds_text
+from acclimate.cli import calibration as calibrated
+from acclimate.cli.common import DryRun, Json, Output, Overwrite, Quiet, Speaker, bytes_text, seconds_text
 
 EXAMPLES = """
 Quantise a language model to 2, 3, 4 or 8 bits, with a LoRA adapter that carries what it can of the error and goes on training.
@@ -24,7 +25,7 @@ acclimate tune --model small --data chats.jsonl --task sft
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Embedded name, directory, GGUF file or hub id.")],
+    model: calibrated.Model,
     bits: Annotated[int, typer.Option(help="Bits of a weight: 2, 3, 4 or 8.")] = 3,
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1: all of a row.")] = 64,
     rank: Annotated[
@@ -33,28 +34,15 @@ def quantize(
             "--adapter-rank", "--rank", help="Of the adapter. Default: 16; 64 for wide layers.", show_default=False
         ),
     ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            "--calibration",
-            "--calib",
-            help="Text like that of your use: a .txt file, or rows with a column text. Default: a part of WikiText-2.",
-            show_default=False,
-        ),
-    ] = None,
-    eval_data: Annotated[
-        str | None,
-        typer.Option(
-            help="Text to measure perplexity on. Default: the last tenth of the calibration text.", show_default=False
-        ),
-    ] = None,
+    calibration: calibrated.Calibration = None,
+    eval_data: calibrated.EvalData = None,
     output: Output = None,
     format: Annotated[
         str, typer.Option(help="acclimate; gptq or compressed-tensors (4 and 8 bits), for other engines; or dense.")
     ] = "acclimate",
-    sequences: Annotated[int, typer.Option(help="Windows of text to calibrate on, and to measure on.")] = 16,
-    seqlen: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the places of the windows.")] = 0,
+    sequences: calibrated.Sequences = 16,
+    seqlen: calibrated.SequenceLength = 512,
+    seed: calibrated.Seed = 0,
     iterations: Annotated[int, typer.Option(help="Most rounds of projecting.")] = 5,
     kappa: Annotated[float, typer.Option(help="What an error counts that the adapter carries, 0 to 1.")] = 0.1,
     sym: Annotated[bool, typer.Option("--sym", help="Zero in the middle of the codes.")] = False,
@@ -64,41 +52,33 @@ def quantize(
         str, typer.Option(help="What layers above see: quantised+adapter, quantised or original.")
     ] = "quantised+adapter",
     method: Annotated[str, typer.Option(help="projq; gptq, rtn or loftq, to compare with.")] = "projq",
-    targets: Annotated[
-        list[str] | None, typer.Option("--target", help="Only layers of this name. Several times.", show_default=False)
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="Not layers of this name. Several times.", show_default=False)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where blocks are computed: cpu or cuda.", show_default=False)
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that a hub repository ships.")
-    ] = False,
+    targets: calibrated.Targets = None,
+    exclude: calibrated.Exclude = None,
+    device: calibrated.Device = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    trust_remote_code: calibrated.TrustRemoteCode = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     from rich.table import Table
 
-    from acclimate.compress import files, quantize_files
+    from acclimate.compress import quantize_files
     from acclimate.errors import InputError
 
     speaker = Speaker(as_json, quiet)
-    if sequences < 1 or seqlen < 2:
-        raise InputError("--sequences is at least 1, and --seqlen at least 2")
+    calibrated.check_windows(sequences, seqlen)
     options: dict[str, Any] = {
         "iterations": iterations, "kappa": kappa, "sym": sym, "desc_act": desc_act, "mse_clip": mse_clip, "stream": stream,
-        "method": method, "targets": targets or "all-linear", "exclude": tuple(exclude or ()) or ("lm_head",),
+        "method": method, **calibrated.layers(targets, exclude),
     }  # fmt: skip
     if dry_run:
-        loaded, _ = files.load(model, trust_remote_code, speaker.show)
-        try:
-            plan = quantize_files.plan(loaded, bits, group_size, rank, options)
-        except (ValueError, TypeError) as error:
-            raise InputError(str(error)) from error
+        plan = calibrated.planned(
+            model,
+            trust_remote_code,
+            speaker.show,
+            lambda loaded: quantize_files.plan(loaded, bits, group_size, rank, options),
+        )
         table = Table("layer", "shape")
         for row in plan["layers"]:
             table.add_row(row["name"], " x ".join(map(str, row["shape"])))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from acclimate.cli.common import Json, Output, Quiet, Set, Speaker, bytes_text, seconds_text
+from acclimate.cli.common import DryRun, Json, Output, Overwrite, Quiet, Set, Speaker, bytes_text, seconds_text
 from acclimate.cli.scoring import BaseModel, Evaluate, ScoredTask, recipe_fields, scores_shown
 
 EXAMPLES = """
@@ -43,9 +43,9 @@ def soup(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the result: keep, float32, bfloat16, ..")] = "keep",
     jobs: Annotated[int, typer.Option(help="Tensors at once.")] = 1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at -o.")] = False,
+    overwrite: Overwrite = False,
     report: Annotated[Path | None, typer.Option(help="Also write the report here (JSON).", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
+    dry_run: DryRun = False,
     evaluate: Evaluate = None,
     model: BaseModel = None,
     task: ScoredTask = None,
