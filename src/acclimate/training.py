@@ -28,6 +28,7 @@ from acclimate.adapters import residual
 from acclimate.arguments import learning_rate
 from acclimate.errors import AcclimateError, InputError
 from acclimate.models import quiet
+from acclimate.optim.groups import decayed_names
 from acclimate.recipe import Recipe
 from acclimate.runs import PARTIAL, Interrupted, last_checkpoint, replacing, storage_errors, write_jsonl
 
@@ -89,10 +90,7 @@ class RunTrainer(_Base):
         return loss
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        spared = getattr(
-            getattr(model, "base_model", None), "undecayed", ()
-        )  # an adapter may have weights that mean noise
-        return [name for name in super().get_decay_parameter_names(model) if not any(part in name for part in spared)]
+        return sorted(decayed_names(model))
 
     def put_first(self, callback: TrainerCallback) -> None:
         """Add a callback that is called before all others, so that what it logs reaches the trackers and metrics.jsonl."""
