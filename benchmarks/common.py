@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,12 +22,28 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    """With --part, what --output has of the other parts."""
+    known = bool(options.part and options.output and options.output.exists())
+    found: dict[str, Any] = json.loads(options.output.read_text()) if known else {}
+    return found
+
+
 def write(result: dict[str, Any], output: Path | None) -> str:
     """The numbers as JSON text, and in `output` if there is one."""
     text = json.dumps(result, indent=2)
     if output:
         output.write_text(text + "\n")
     return text
+
+
+def peak(arguments: list[str]) -> float:
+    """Peak resident memory of `acclimate ..`, in megabytes."""
+    command = ["/usr/bin/time", "-v", sys.executable, "-m", "acclimate", *arguments, "--quiet"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = re.search(r"Maximum resident set size \(kbytes\): (\d+)", done.stderr)
+    assert found is not None
+    return int(found[1]) * 1024 / 1e6
 
 
 def take_turns(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command_line, take_turns, write
+from common import command_line, kept, peak, take_turns, write
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -169,15 +166,6 @@ def checkpoint(place: Path, tensors: int, shape: tuple[int, int], seed: int) -> 
     return place
 
 
-def peak(arguments: list[str]) -> float:
-    """Peak resident memory of `acclimate ..`, in megabytes."""
-    command = ["/usr/bin/time", "-v", sys.executable, "-m", "acclimate", *arguments, "--quiet"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = re.search(r"Maximum resident set size \(kbytes\): (\d+)", done.stderr)
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
-
-
 def soup_memory(tensors: int, shape: tuple[int, int]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -233,9 +221,8 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
     options = parser.parse_args()
     parts = FAST if options.fast else PARTS
-    kept = json.loads(options.output.read_text()) if options.part and options.output and options.output.exists() else {}
     found = {name: part() for name, part in parts.items() if options.part in (None, name)}
-    result = {**kept, **found, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    result = {**kept(options), **found, "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(write(result, options.output))
 
 

@@ -1,23 +1,26 @@
 """Time of shift-aware whitening next to static whitening, and of low-rank layers next to dense ones. Ratios in one run, taking turns.
 
-    python benchmarks/whitening.py            # about five minutes on two idle cores
+    python benchmarks/whitening.py            # about ten minutes on two idle cores
     python benchmarks/whitening.py --fast     # a smoke test with small sizes
 
-"refresh": compressing the first 6 blocks of SmolLM2-135M at ratio 0.2 on 8 windows of 512 tokens of WikiText-2, with statistics anew for each
+"refresh": compressing the first 3 blocks of SmolLM2-135M at ratio 0.2 on 8 windows of 512 tokens of WikiText-2, with statistics anew for each
 group of layers or each block, over that with statistics of the original model (SVD-LLM). "inference": a 4096 x 4096 layer at ratio 0.4 over the
-dense one. "gram": adding rows to the moments of 1,536 inputs over torch's own product of the same matrices.
+dense one. "gram": adding rows to the moments of 1,536 inputs over torch's own product of the same matrices. "memory": the whole command on a
+model of 2.1 GB.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import command_line, take_turns, write
+from common import command_line, kept, peak, take_turns, write
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from acclimate import data, models
 from acclimate.compress.blocks import InputMoments
@@ -30,7 +33,7 @@ from acclimate.prefix import blocks
 def refresh(fast: bool) -> dict[str, Any]:
     model, tokenizer = models.load_model("smollm2")
     parent, name = blocks(model)
-    count = 1 if fast else 6
+    count = 1 if fast else 3
     setattr(parent, name, getattr(parent, name)[:count])
     model.config.num_hidden_layers = count
     text = data.read_text("wikitext2", split="validation")
@@ -71,15 +74,52 @@ def gram(fast: bool) -> dict[str, Any]:
     return take_turns({"torch": lambda: x.T @ x, "moments": lambda: moments.add(x)}, 2 if fast else 10)
 
 
+def memory(fast: bool) -> dict[str, Any]:
+    """Megabytes for a model of 16 blocks and 2.1 GB, and above what one of 2 narrow blocks takes."""
+    large = compress_peak(2 if fast else 16, 64 if fast else 1536)
+    if fast:
+        return {"peak_rss_mb": large}
+    return {"peak_rss_mb": large, "above_nothing_mb": large - compress_peak(2, 64)}
+
+
+def compress_peak(count: int, width: int) -> float:
+    tokenizer = models.load_model("smollm2")[1]
+    with tempfile.TemporaryDirectory() as folder:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer), hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=count,
+                num_attention_heads=width // 32, num_key_value_heads=width // 32, tie_word_embeddings=True,
+            )
+        )  # fmt: skip
+        place = Path(folder)
+        model.save_pretrained(place / "model", max_shard_size="500MB")
+        tokenizer.save_pretrained(place / "model")
+        del model
+        small = [
+            "--sequences",
+            "2",
+            "--seqlen",
+            "128",
+            "--target",
+            "o_proj",
+        ]  # what is done to a block does not depend on how many there are
+        return peak(["compress", str(place / "model"), "-o", str(place / "out"), *small])
+
+
+PARTS = {"gram": gram, "inference": inference, "refresh": refresh, "memory": memory}
+
+
 def main() -> None:
     parser = command_line(__doc__)
-    parser.set_defaults(output=Path(__file__).with_suffix(".json"))
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {"threads": torch.get_num_threads()}
-    for part in (gram, inference, refresh):
-        print(part.__name__, file=sys.stderr)
-        result[part.__name__] = part(arguments.fast)
-    print(write(result, arguments.output))
+    parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
+    options = parser.parse_args()
+    result: dict[str, Any] = kept(options)
+    for name, part in PARTS.items():
+        if options.part in (None, name):
+            print(name, file=sys.stderr)
+            result[name] = part(options.fast)
+    result["threads"] = torch.get_num_threads()
+    print(write(result, options.output))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -53,9 +54,10 @@ def planned(model: str, trust_remote_code: bool, show: Any, plan: Any) -> dict[s
     from acclimate.compress import files
     from acclimate.errors import InputError
 
-    loaded, _ = files.load(model, trust_remote_code, show)
-    try:
-        found: dict[str, Any] = plan(loaded)
-    except (ValueError, TypeError) as error:
-        raise InputError(str(error)) from error
+    with TemporaryDirectory(prefix="acclimate-") as folder:
+        loaded, _ = files.load(model, trust_remote_code, show, folder)
+        try:
+            found: dict[str, Any] = plan(loaded)
+        except (ValueError, TypeError) as error:
+            raise InputError(str(error)) from error
     return found

@@ -28,10 +28,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from acclimate.compress.offload import on_disk, put_on_disk
 from acclimate.compress.streams import Batch, Stream, block_root, evaluating
 from acclimate.linalg import from_triangle, gram_triangle
 from acclimate.prefix import ReachedError
@@ -286,6 +288,7 @@ class _Work:
                 with self.stream.loaded(index):
                     if not self._resume(index):
                         self._block(index, begun)
+                self._put_away(index)
                 self.show.advance(1)
         except BaseException:
             restore(self.model, self.result.originals)
@@ -507,6 +510,14 @@ class _Work:
         with replacing(self._file(index)) as temporary:
             save_file(tensors, temporary, metadata={"facts": json.dumps(facts)})
 
+    def _put_away(self, index: int) -> None:
+        """Where the model lies on disk, let what has replaced its layers lie there too."""
+        if self.directory is None or not on_disk(self.model):
+            return
+        for name in self.result.originals:
+            if name.startswith(f"{self.stream.root}.{index}."):
+                put_on_disk(self.model.get_submodule(name), self._file(index), f"{name}|")
+
     def _resume(self, index: int) -> bool:
         """Take both streams through a block that an earlier process finished."""
         if self.directory is None or not self._file(index).exists():
@@ -537,8 +548,11 @@ class _Work:
 def fingerprint(model: nn.Module, batches: Sequence[Batch], settings: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal for interrupted work to go on: settings, and hashes of weights (by their sums) and of calibration inputs."""
     weights = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        weights.update(f"{name} {tuple(parameter.shape)} {float(parameter.detach().double().sum())!r}\n".encode())
+    for name, module in model.named_modules():
+        with align_module_device(module):  # weights on disk are read, a module at a time
+            for key, parameter in module.named_parameters(recurse=False):
+                value = sum(float(part.double().sum()) for part in parameter.detach().flatten().split(CHUNK * SAMPLE))
+                weights.update(f"{name}.{key} {tuple(parameter.shape)} {value!r}\n".encode())
     inputs = hashlib.sha256()
     for batch in batches:
         for key in sorted(batch):

@@ -9,17 +9,29 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 import acclimate
 from acclimate import data, models
 from acclimate.compress.blocks import choose_layers, fingerprint
-from acclimate.compress.low_rank_linear import LowRankLinear
+from acclimate.compress.low_rank_linear import LowRankLinear, low_rank_layers
+from acclimate.compress.offload import (
+    DISK,
+    compute_device,
+    in_memory,
+    on_disk,
+    put_on_disk,
+    reading_aside,
+    weights_once,
+)
 from acclimate.compress.quantizer import to_dense, unmark
 from acclimate.compress.text import perplexity, windows
 from acclimate.compress.whitening import check_settings, compress_low_rank, saves, uniform_rank
@@ -31,6 +43,7 @@ from acclimate.unfinished import Unfinished, check_place
 
 DEFAULT_TEXT = "wikitext2"
 SETTINGS = ("refresh", "beta", "allocation", "solver", "clip_norm")
+FILE_SIZE = "500MB"  # of a file of weights: each is put together in memory
 HELD_OUT = 0.1  # of the user's calibration text, to measure on
 
 
@@ -73,10 +86,28 @@ def compress_model(
         check_settings(ratio, **{key: options[key] for key in SETTINGS if key in options})
         choose_layers(loaded, options.get("targets", "all-linear"), options.get("exclude", ("lm_head",)))
 
-    work = prepare(
-        model, where, check, calibration, evaluation, sequences, seqlen, seed, overwrite, trust_remote_code, show
-    )
-    job = work.job({"model": model, "ratio": ratio, "seqlen": seqlen, "dense": dense, "options": options})
+    with TemporaryDirectory(prefix="acclimate-") as folder:
+        work = prepare(
+            model,
+            where,
+            check,
+            calibration,
+            evaluation,
+            sequences,
+            seqlen,
+            seed,
+            overwrite,
+            trust_remote_code,
+            show,
+            folder,
+        )
+        job = work.job({"model": model, "ratio": ratio, "seqlen": seqlen, "dense": dense, "options": options})
+        return _compressed(work, where, job, ratio, dense, options, show)
+
+
+def _compressed(
+    work: Work, where: Path, job: dict[str, Any], ratio: float, dense: bool, options: dict[str, Any], show: Silent
+) -> dict[str, Any]:
     with storage_errors(where), Unfinished(where, job) as unfinished:
         try:
             document = _measured(work, unfinished.path, ratio, options, show)
@@ -86,10 +117,10 @@ def compress_model(
         show.say("writing")
         result = work.model
         if dense:
-            to_dense(result, LowRankLinear)
-            unmark(result)
-        with models.quiet():
-            result.save_pretrained(unfinished.path)
+            _densify(result, unfinished.path / "dense")
+        with models.quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a file's worth of weights must fit in memory
+            result.save_pretrained(unfinished.path, max_shard_size=FILE_SIZE)
         finish(unfinished, where, work, document, "compression.json", _readme)
     return document
 
@@ -125,11 +156,15 @@ def prepare(
     overwrite: bool,
     trust_remote_code: bool,
     show: Silent,
+    folder: str | None = None,
 ) -> Work:
-    """Load what is needed and refuse what cannot be used; `check` raises ValueError or TypeError for settings that do not fit the model."""
+    """Load what is needed and refuse what cannot be used; `check` raises ValueError or TypeError for settings that do not fit the model.
+
+    `folder` is that of `load`.
+    """
     check_place(where, [Path(model)], overwrite)
     try:  # now, and not only after the perplexity of the model as it is
-        loaded, tokenizer = load(model, trust_remote_code, show)
+        loaded, tokenizer = load(model, trust_remote_code, show, folder)
         check(loaded)
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from error
@@ -152,7 +187,7 @@ def measured_before(work: Work, directory: Path, show: Silent) -> dict[str, Any]
         return known
     before = {
         "perplexity_before": measured_perplexity(work.model, work.held, show, "before"),
-        "bytes_before": sum(p.numel() * p.element_size() for p in work.model.parameters()),
+        "bytes_before": sum(p.numel() * p.element_size() for p in weights_once(work.model)),
     }
     write_json(file, before)
     return before
@@ -169,7 +204,7 @@ def finish(
     """Add tokenizer, facts and report to the model that lies there, and move it to its place."""
     with models.quiet():
         work.tokenizer.save_pretrained(unfinished.path)
-    leftovers = (unfinished.path / "blocks", unfinished.path / "before.json")
+    leftovers = [unfinished.path / name for name in ("blocks", "dense", "before.json")]
     document["bytes_after"] = sum(
         file.stat().st_size for pattern in ("*", "adapter/*") for file in unfinished.path.glob(f"{pattern}.safetensors")
     )
@@ -181,9 +216,14 @@ def finish(
     unfinished.finish(where)
 
 
-def load(model: str, trust_remote_code: bool, show: Silent) -> tuple[Any, Any]:
+def load(model: str, trust_remote_code: bool, show: Silent, folder: str | None = None) -> tuple[Any, Any]:
+    """The model and its tokenizer. Given a folder, the model's weights stay on disk (GGUF files are read into memory all the same):
+    in their own files, or in `folder` where transformers has to convert them."""
     show.say(f"loading {model}")
-    loaded, tokenizer = models.load_model(model, trust_remote_code=trust_remote_code, say=show.say)
+    disk: dict[str, Any] = {}
+    if folder is not None and not models.resolve(model, show.say).endswith(".gguf"):
+        disk = {"device_map": DISK, "offload_folder": folder}
+    loaded, tokenizer = models.load_model(model, trust_remote_code=trust_remote_code, say=show.say, **disk)
     return loaded.eval(), tokenizer
 
 
@@ -208,7 +248,7 @@ def plan(model: Any, ratio: float, targets: Sequence[str] | str, exclude: Sequen
         rows.append({"name": name, "shape": [m, n], "rank": rank if saves((m, n), rank) else None})
     size = next(model.parameters()).element_size()
     removed = sum(m * n - row["rank"] * (m + n) for row in rows if row["rank"] is not None for m, n in [row["shape"]])
-    before = sum(p.numel() for p in model.parameters())
+    before = sum(p.numel() for p in weights_once(model))
     return {
         "layers": rows,
         "kept": kept,
@@ -243,16 +283,34 @@ def measured_perplexity(model: Any, held: Any, show: Silent, when: str) -> float
         show.stop()
 
 
+def _densify(model: Any, directory: Path) -> None:
+    """Put ordinary layers in the places of the low-rank ones; where the model lies on disk, so do they, in `directory`."""
+    if not on_disk(model):
+        to_dense(model, LowRankLinear)
+    else:
+        directory.mkdir(exist_ok=True)
+        for name, layer in low_rank_layers(model).items():
+            with in_memory(layer):
+                dense = layer.to_dense()
+            file = directory / f"{name}.safetensors"
+            save_file({key: value.contiguous() for key, value in dense.state_dict().items()}, file)
+            put_on_disk(dense, file, "")
+            model.set_submodule(name, dense)
+    unmark(model)
+
+
 @torch.no_grad()
 def latency(model: Any, ids: torch.Tensor, rounds: int = 5) -> float:
-    """Median seconds of one forward pass over `ids` (1, T)."""
-    ids = ids.to(next(model.parameters()).device)
+    """Median seconds of one forward pass over `ids` (1, T), without the time that reading weights from disk takes."""
+    ids = ids.to(compute_device(model))
     seconds = []
     for turn in range(rounds + 1):
         begun = time.perf_counter()
-        model(input_ids=ids).logits.sum().item()
+        with reading_aside(model) as clock:
+            model(input_ids=ids).logits.sum().item()
+            spent = time.perf_counter() - begun - clock.seconds
         if turn:  # the first pass pays for what is set up once
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(spent)
     return statistics.median(seconds)
 
 

@@ -13,6 +13,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from acclimate import prefix
+from acclimate.compress.offload import compute_device, in_memory, on_disk
 from acclimate.prefix import ReachedError, evaluation_mode
 
 Batch = Mapping[str, Any]
@@ -87,7 +88,7 @@ class Stream:
         self.sequences: list[int] = []  # number of the first of each batch
         self.original, self.current = Spill(max_ram / 3), Spill(max_ram / 3)
         self.inputs = Spill(max_ram / 3)
-        self.home = next(self.blocks[0].parameters()).device
+        self.home = compute_device(self.blocks[0])
         expected = self._last_states(batches[0])
         for index, batch in enumerate(batches):
             self._record(index, batch)
@@ -169,7 +170,11 @@ class Stream:
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[None]:
-        """The block on the device where it is computed."""
+        """The block in memory, on the device where it is computed."""
+        if on_disk(self.blocks[index]):
+            with in_memory(self.blocks[index], self.device):
+                yield
+            return
         if self.device is not None:
             self.blocks[index].to(self.device)
         try:
@@ -180,7 +185,7 @@ class Stream:
 
     def run(self, index: int, batch: int, states: Tensor) -> Tensor:
         args, kwargs = self.arguments[batch][index]
-        where = next(self.blocks[index].parameters()).device
+        where = compute_device(self.blocks[index])
         args, kwargs = send_to_device((args, kwargs), where)
         return _states(self.blocks[index](states.to(where), *args, **kwargs))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acclimate.compress.offload import compute_device
 from acclimate.compress.streams import Batch
 from acclimate.errors import InputError
 
@@ -34,7 +35,7 @@ def windows(tokenizer: Any, text: str, count: int, length: int, seed: int | None
 
 def calibration_batches(calibration: Any, model: Any) -> list[Batch]:
     """Batches of model inputs from what `compress_low_rank` takes as calibration. Raises ValueError where there is nothing."""
-    device = next(model.parameters()).device
+    device = compute_device(model)
     if isinstance(calibration, Tensor):
         if calibration.ndim != 2 or calibration.is_floating_point() or not calibration.numel():
             raise ValueError(f"calibration ids must be integers (sequences, tokens), not {tuple(calibration.shape)}")
@@ -102,5 +103,5 @@ def token_loss(
 
 def perplexity(model: Any, ids: Tensor, batch_size: int = 2, advance: Callable[[int], None] = lambda n: None) -> float:
     """exp of `token_loss` over windows (N, T)."""
-    device = next(model.parameters()).device
+    device = compute_device(model)
     return math.exp(token_loss(model, [{"input_ids": part.to(device)} for part in ids.split(batch_size)], advance))

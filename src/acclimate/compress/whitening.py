@@ -14,8 +14,9 @@ so that the dropped singular values are the error: for beta = 0, E ||(W - W^) x^
 of x^ (SVD-LLM; here refresh="none") is no longer optimal once the layers below have changed, and its errors grow with depth. beta > 0
 also pulls a layer back to what the original model would have computed from its own inputs.
 
-Scale: `blocks.py` streams block by block: memory is one block, the hidden states of the calibration text, and the original layers until
-the end. The solves are one eigendecomposition a group of layers with one input and one SVD a layer.
+Scale: `blocks.py` streams block by block: memory is the hidden states of the calibration text and the model, or one block of a model whose
+weights lie on disk (`device_map={"": "disk"}`, given a `checkpoint_dir`). The solves are one eigendecomposition a group of layers with
+one input and one SVD a layer.
 
 Source: "Mitigating Error Propagation in Low-Rank Approximation of Large Models via Distribution-Aware Whitening", OpenReview 89Cafo48YM
 (the evolving distribution); SVD-LLM, arXiv 2403.07378 (truncation-aware whitening, ranks from a ratio); COALA, arXiv 2507.07580 (QR in
@@ -46,6 +47,7 @@ from acclimate.compress.blocks import (
     stream_blocks,
 )
 from acclimate.compress.low_rank_linear import LowRankLinear, low_rank_layers, mark
+from acclimate.compress.offload import weights_once
 from acclimate.compress.quantizer import unmark
 from acclimate.compress.streams import Batch
 from acclimate.compress.text import calibration_batches, hold_out, token_loss
@@ -505,7 +507,7 @@ def _warnings(few: Sequence[str], report: CompressionReport, streamed: Streamed)
 
 
 def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in weights_once(model))
 
 
 def _weights(model: nn.Module, name: str) -> int:
