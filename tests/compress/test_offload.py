@@ -70,16 +70,16 @@ def test_the_same_model_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_after_a_failure_it_is_as_it_was(tmp_path: Path) -> None:
     here, there = both(tmp_path)
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def fail(self: blocks._Work, index: int, layers: object, block: object) -> None:
         if index == 1:
-            raise Stop
+            raise StopError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks._Work, "_save", fail)
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             compress_low_rank(there, ids(4), 0.3, progress=False)
     assert all(p.is_meta for p in there.parameters())
     assert all(torch.equal(weights(there)[name], value) for name, value in here.state_dict().items())
