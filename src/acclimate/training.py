@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_utils import rotate_checkpoints
 
 from acclimate import methods
@@ -68,18 +69,24 @@ class RunTrainer(_Base):
     # --- optimiser from the methods table ---
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.recipe.optimizer != "adamw":
-            row = methods.find(self.recipe.optimizer, "optimizer")
-            kind = methods.require(self.recipe.optimizer, "optimizer")
-            options = {**row.defaults, **self.recipe.optimizer_args}
-            self.optimizer_cls_and_kwargs = (kind, {"lr": self.args.learning_rate, **options})
-        elif self.optimizer is None and self.recipe.optimizer_args:
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer_cls_and_kwargs = (kind, {**options, **self.recipe.optimizer_args})
+        if self.optimizer is not None:
+            return self.optimizer
+        name, options = self.recipe.optimizer, self.recipe.optimizer_args
+        if name != "adamw":
+            row, kind = methods.find(name, "optimizer"), methods.require(name, "optimizer")
+            given = {"lr": self.args.learning_rate, **row.defaults, **options}
+            if is_optimizer_factory(kind):  # it builds its own groups
+                given = {"weight_decay": self.args.weight_decay, **given}
+            self.optimizer_cls_and_kwargs = (kind, given)
+        elif options:
+            kind, given = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer_cls_and_kwargs = (kind, {**given, **options})
         try:
             self.optimizer = super().create_optimizer(model)
-        except TypeError as error:
-            raise InputError(f"optimizer_args do not fit optimizer '{self.recipe.optimizer}': {error}") from None
+        except (TypeError, ValueError) as error:
+            raise InputError(f"optimizer_args do not fit optimizer '{name}': {error}") from None
+        for callback in getattr(self.optimizer, "run_callbacks", lambda directory: [])(self.run_directory):
+            self.add_callback(callback)
         return self.optimizer
 
     # --- the loss alone, for a pass over the data before training ---
@@ -157,8 +164,16 @@ class RunTrainer(_Base):
 
     # --- finite numbers ---
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
+        if getattr(optimizer, "forward_only", False):
+            batch = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = optimizer.accumulate(
+                    lambda: self.compute_loss(model, batch, num_items_in_batch=num_items_in_batch)
+                )
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if loss.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU this would wait for it; see _Watch.on_log
             self._stop_diverged("loss")
         return loss

@@ -278,3 +278,27 @@ def test_a_failed_write_leaves_the_old_page(run_directory, monkeypatch):
         write_report(run_directory)
     assert (run_directory / "report.html").read_bytes() == old
     assert not list(run_directory.glob(".report*"))
+
+
+def test_what_an_optimiser_says_is_shown_and_escaped(run_directory):
+    document = {
+        "title": "Muon: <b>how far</b>",
+        "notes": ["Weights moved & turned."],
+        "tables": [{"title": "Routing", "columns": ["group", "matrices", "share"], "rows": [["attention", 12, 0.25], ["<i>head</i>", "1", 0.5]]}],
+        "plots": [
+            {"title": "Distance", "x": "step", "y": "cosine distance", "log": True, "series": {"attention": [[1, 1e-4], [2, 1e-3]], "mlp": [[1, 1e-5]]}},
+            {"title": "Nothing measured", "x": "step", "y": "y", "series": {"a": [[1, None]]}},
+        ],
+    }  # fmt: skip
+    plain = render(run_directory)
+    assert "Routing" not in plain
+    (run_directory / "optimizer.json").write_text(json.dumps(document))
+    page = render(run_directory)
+    text = words(page)
+    assert "Muon: <b>how far</b>" in text
+    assert "<b>how far" not in page
+    for shown in ("Weights moved & turned.", "Routing", "attention", "12", "0.25", "<i>head</i>", "Distance"):
+        assert shown in text
+    assert "Nothing measured" not in text
+    assert "cosine distance against step of attention, mlp" in page
+    assert render(run_directory) == page

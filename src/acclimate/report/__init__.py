@@ -148,6 +148,7 @@ def _run(directory: Path) -> Json:
         "loss": plots.loss_curve(rows) if rows else None,
         "has_metrics": rows is not None,
         "start": _start(_read_json(directory / "init.json")),
+        "optimizer": _optimizer(_read_json(directory / "optimizer.json")),
         "reliability": reliability,
         "classes": _classes(before, after),
         "examples": instructive(after_rows, before_rows or []) if after_rows else [],
@@ -202,6 +203,25 @@ def _start(init: Json | None) -> Json | None:
         "predictions on this data depend on."
     )
     return {"svg": plots.energy_of_start(layers), "facts": _facts(facts.items()), "about": about}
+
+
+def _optimizer(document: Json | None) -> Json | None:
+    """What is shown of what an optimiser says about itself: `title`, and if it has them `notes` (sentences), `tables` (title, columns,
+    rows) and `plots` (title, x, y, log, series: points by name)."""
+    from acclimate.report import plots
+
+    if not document:
+        return None
+    drawn = [
+        {"title": plot["title"], "svg": plots.lines(plot["series"], plot["x"], plot["y"], plot.get("log", False))}
+        for plot in document.get("plots", [])
+    ]
+    return {
+        "title": document["title"],
+        "notes": document.get("notes", []),
+        "tables": document.get("tables", []),
+        "plots": [plot for plot in drawn if plot["svg"]],
+    }
 
 
 def _comparison(directory: Path) -> Json:

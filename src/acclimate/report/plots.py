@@ -127,6 +127,24 @@ def loss_curves(series: Mapping[str, Sequence[Sequence[Sequence[float]]]]) -> st
         return _svg(figure, f"Training loss against step of {', '.join(curves)}")
 
 
+def lines(series: Mapping[str, Sequence[Sequence[float]]], x: str, y: str, log: bool = False) -> str | None:
+    """A line for each name through its (x, y) points, `x` and `y` the labels of the axes; `log` scales y. None without a finite point."""
+    curves = {name: _thin(points) for name, run in series.items() if len(points := _finite(run))}
+    if not curves:
+        return None
+    with _style():
+        figure, axes = _figure(2.6 + 0.17 * -(-len(curves) // 2))
+        for i, (name, points) in enumerate(curves.items()):
+            axes.plot(*points.T, marker="o" if len(points) <= 12 else "", markersize=3, color=COLOURS[i % len(COLOURS)],
+                      linestyle=DASHES[i // len(COLOURS) % len(DASHES)], label=_short(name, 50))  # fmt: skip
+        if log:
+            axes.set_yscale("log")
+        _label(axes, x, y)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        figure.legend(loc="outside lower left", ncols=2)
+        return _svg(figure, f"{y} against {x} of {', '.join(curves)}")
+
+
 def reliability(table: Sequence[Mapping[str, Any]], title: str) -> str:
     """Reliability diagram of the rows of `metrics.reliability_table`: accuracy against confidence with 95% Wilson
     intervals of each bin, the diagonal of perfect calibration, and below it how many rows fall in each bin."""
