@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
@@ -29,6 +29,7 @@ from acclimate.adapters import residual
 from acclimate.arguments import learning_rate
 from acclimate.errors import AcclimateError, InputError
 from acclimate.models import quiet
+from acclimate.optim.forward_only import ZerothOrderTrainerMixin
 from acclimate.optim.groups import decayed_names
 from acclimate.recipe import Recipe
 from acclimate.runs import PARTIAL, Interrupted, last_checkpoint, replacing, storage_errors, write_jsonl
@@ -40,14 +41,7 @@ class DivergedError(AcclimateError):
     exit_code = 2
 
 
-# A mixin for transformers' Trainer and TRL's: to the type checker it is one, at run time it stays out of their ancestry.
-if TYPE_CHECKING:
-    from transformers import Trainer as _Base
-else:
-    _Base = object
-
-
-class RunTrainer(_Base):
+class RunTrainer(ZerothOrderTrainerMixin):
     """Mixin in front of a transformers Trainer class: what makes its runs safe to kill, watch and resume.
 
     * a checkpoint appears whole or not at all (filled beside its place, renamed);
@@ -156,24 +150,24 @@ class RunTrainer(_Base):
                 # killed between the last step and the end: Trainer would take one step more
                 self._load_from_checkpoint(str(checkpoint))
                 self.state.global_step = state["global_step"]
+                self._finish_weights(checkpoint)
                 return
         with self.watch.signals():
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if self.watch.interrupted:
             raise Interrupted("stopped on request")
 
+    def _finish_weights(self, checkpoint: Path) -> None:
+        """Put into the weights what a forward-only optimiser had found and not yet folded when the checkpoint was written."""
+        optimizer: Any = self.create_optimizer()
+        if getattr(optimizer, "forward_only", False):
+            optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+            optimizer.fold()
+
     # --- finite numbers ---
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
-        if getattr(optimizer, "forward_only", False):
-            batch = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = optimizer.accumulate(
-                    lambda: self.compute_loss(model, batch, num_items_in_batch=num_items_in_batch)
-                )
-        else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
         if loss.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU this would wait for it; see _Watch.on_log
             self._stop_diverged("loss")
         return loss

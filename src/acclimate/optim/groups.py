@@ -1,11 +1,13 @@
-"""Which parameters decay, for optimisers that build their own parameter groups."""
+"""What kinds of parameters a model has, for optimisers that do not treat all alike."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
+
+_HEADS = {"lm_head", "head", "score", "classifier"}
 
 
 def decayed_names(model: nn.Module) -> set[str]:
@@ -17,3 +19,22 @@ def decayed_names(model: nn.Module) -> set[str]:
     names = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
     spared = getattr(getattr(model, "base_model", None), "undecayed", ())
     return {name for name in names if not any(part in name for part in spared)}
+
+
+def embeddings_and_heads(model: nn.Module) -> tuple[set[int], set[int]]:
+    """(ids of the parameters of embeddings, those of the output head, which is known by the model or by its name)."""
+    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    find = getattr(model, "get_output_embeddings", None)
+    output = find() if callable(find) else None
+    heads = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
+    heads |= {id(p) for name, p in model.named_parameters() if _HEADS & set(name.split("."))}
+    return embeddings, heads
+
+
+def check_not_flattened(name: str, p: Tensor) -> None:
+    """RuntimeError for a parameter whose rows and columns FSDP1 or DeepSpeed ZeRO has flattened."""
+    if getattr(p, "_is_flat_param", False) or hasattr(p, "ds_id"):
+        raise RuntimeError(
+            f"parameter '{name}' belongs to FSDP1 or DeepSpeed ZeRO, which flatten matrices, and this optimiser needs their rows and columns: "
+            "use DDP or FSDP2 (fully_shard)"
+        )
