@@ -335,7 +335,7 @@ class LOZOPlus(torch.optim.Optimizer):
             yield noisy, z.to(noisy.p.device)
 
     @contextmanager
-    def _moved(self, sign: int) -> Iterator[None]:
+    def _moved(self, sign: float) -> Iterator[None]:
         """The weights at W + sign eps Z; afterwards, whatever happens, at W."""
         try:
             for matrix in self._active:
@@ -516,26 +516,26 @@ class LOZOPlus(torch.optim.Optimizer):
         }
 
     @torch.no_grad()
-    def suggest_lr(self, closure: Closure, n: int = 16) -> float:
-        """0.5 over the median of the positive curvatures (F+ + F- - 2F) / eps^2 along `n` directions of the first steps; it moves nothing.
+    def suggest_lr(self, closure: Closure, n: int = 16, reach: float = 10.0) -> float:
+        """0.5 over the median of the positive curvatures (F+ + F- - 2F) / h^2 along `n` directions of the first steps; it moves nothing.
 
-        Raises ValueError where no curvature is positive.
+        h is `reach` times eps: rounding is divided by h^2 here, and by h in a step. Raises ValueError where no curvature is positive.
         """
-        step, eps = self.counts["step"], self.param_groups[0]["eps"]
+        step, h = self.counts["step"], reach * self.param_groups[0]["eps"]
         curvatures = []
         with evaluation_mode(*([] if self.model is None else [self.model])):
             for _ in range(n):
                 opened = self._begin_step()
                 losses = []
-                for sign in (1, -1):
+                for sign in (reach, -reach):
                     with self._moved(sign):
                         losses.append(_evaluate(closure, opened))
-                curvatures.append((sum(losses) - 2 * _evaluate(closure, opened)) / eps**2)
+                curvatures.append((sum(losses) - 2 * _evaluate(closure, opened)) / h**2)
                 self.counts["step"] += 1
         self.counts["step"] = step
         positive = [value for value in curvatures if value > 0]
         if not positive:
-            raise ValueError("the loss bends down along every direction tried: give lr yourself, or raise eps")
+            raise ValueError("the loss bends down along every direction tried: give lr yourself, or raise reach")
         return 0.5 / statistics.median(positive)
 
     def export_adapter(self, directory: str | Path) -> None:
