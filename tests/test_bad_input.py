@@ -70,7 +70,6 @@ def rows_file(where: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl")
         (["--set", "train.lr"], "--set takes key=value, not 'train.lr'"),
         (["--set", "labels=[a"], "--set labels=[a cannot be read as YAML"),
         (["--adapter", "lroa"], "Unknown adapter 'lroa'. Did you mean 'lora'?"),
-        (["--optimizer", "muon"], "The optimizer 'muon' is planned, not built yet"),
         (["--optimizer", "adam"], "Unknown optimizer 'adam'. Did you mean 'adamw'?"),
         (["--adapter", "full", "--init", "pissa"], "init 'pissa' starts an adapter, but adapter is 'full'"),
         (["--set", "train.batch_size=16", "--set", "train.micro_batch_size=5"], "train.micro_batch_size 5 must divide 16"),

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from acclimate import methods
 from acclimate.errors import InputError
 from acclimate.prepare import with_sample_defaults
 from acclimate.recipe import Recipe, TrainSettings, nest, parse_assignments, read_yaml
@@ -85,9 +86,11 @@ def test_a_wrong_word_lists_the_right_ones() -> None:
     assert "'sft', 'classify', 'choice' or 'dpo'" in refused(task="translate")
 
 
-def test_planned_and_unknown_methods() -> None:
-    assert "planned, not built yet" in refused(optimizer="muon")
-    assert "ready optimizers: adafactor, adamw" in refused(optimizer="muon")
+def test_planned_and_unknown_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = methods.Method("later", job="", stage="optimizer", module="nowhere:Later", option="--optimizer later")
+    monkeypatch.setattr(methods, "_BUILT_IN", (*methods._BUILT_IN, planned))
+    assert "planned, not built yet" in refused(optimizer="later")
+    assert "ready optimizers: adafactor, adamw" in refused(optimizer="later")
     assert "Unknown adapter 'lroa'. Did you mean 'lora'?" in refused(adapter="lroa")
     assert "Unknown optimizer 'adamww'. Did you mean 'adamw'?" in refused(optimizer="adamww")
     assert "Unknown init 'pisa'. Did you mean 'pissa'?" in refused(init="pisa")

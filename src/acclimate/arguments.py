@@ -17,6 +17,8 @@ from acclimate.recipe import Recipe
 # Peak learning rates that work for the built-in adapters with AdamW.
 DEFAULT_LR = {"full": 5e-5, "frameft": 0.08}
 DEFAULT_ADAPTER_LR = 1e-3
+# What other optimisers want in place of AdamW's: for adapters, and for all weights.
+OPTIMIZER_LR = {"muon": (5e-4, 5e-5), "lozo-plus": (1e-4, 1e-6)}
 MANY_STEPS = 1_000_000  # where only the clock ends a run
 
 
@@ -50,6 +52,8 @@ def pick_precision(name: str, device: str) -> str:
 def learning_rate(recipe: Recipe) -> float:
     if recipe.train.lr is not None:
         return recipe.train.lr
+    if recipe.optimizer in OPTIMIZER_LR:
+        return OPTIMIZER_LR[recipe.optimizer][recipe.adapter == "full"]
     return DEFAULT_LR.get(recipe.adapter, DEFAULT_ADAPTER_LR)
 
 

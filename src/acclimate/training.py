@@ -80,7 +80,7 @@ class RunTrainer(ZerothOrderTrainerMixin):
         except (TypeError, ValueError) as error:
             raise InputError(f"optimizer_args do not fit optimizer '{name}': {error}") from None
         for callback in getattr(self.optimizer, "run_callbacks", lambda directory: [])(self.run_directory):
-            self.add_callback(callback)
+            self.put_first(callback)
         return self.optimizer
 
     # --- the loss alone, for a pass over the data before training ---

@@ -366,7 +366,7 @@ def test_load_claim(tmp_path, monkeypatch) -> None:
         ("lorra", r"^There is no claim 'lorra'\. Did you mean 'lora'\? The ready claims: .*lora"),
         ("pissa", r"^There is no claim 'pissa'\."),
         ("saber", r"^The claim 'saber' is planned, not built yet; ready claims: .*lora"),
-        ("muon_mismatch", r"^The claim 'muon' is planned, not built yet; ready claims: .*lora"),
+        ("atpt", r"^The claim 'a-tpt' is planned, not built yet; ready claims: .*lora"),
     ],
 )
 def test_load_claim_errors(name, message) -> None:

@@ -583,18 +583,22 @@ def test_tune_folds_reports_and_resumes(tiny_lm: Path, tmp_path: Path, monkeypat
     class KilledError(BaseException):
         pass
 
-    def killed(self: Any, *args: Any, **kwargs: Any) -> None:
+    fold = LOZOPlus.fold
+
+    def killed_at_the_end(self: LOZOPlus) -> None:
+        if self.counts["step"] == 12:
+            raise KilledError
+        fold(self)
+
+    def killed(self: LOZOPlus) -> None:
         raise KilledError
 
     # in the middle of a period, and after the last step: there the checkpoint's weights lack what had not been folded
-    for place, (owner, method) in {"middle": (LOZOPlus, "_end_period"), "end": (LOZOPlus, "fold")}.items():
-        directory = tmp_path / place
-        with monkeypatch.context() as patch, pytest.raises(KilledError):
-            if place == "end":
-                original = LOZOPlus.fold
-                patch.setattr(owner, method, lambda self: killed(self) if self.counts["step"] == 12 else original(self))
-            else:
-                patch.setattr(owner, method, killed)
-            tune(recipe, directory=directory)
+    for name, method in {"_end_period": killed, "fold": killed_at_the_end}.items():
+        directory = tmp_path / name
+        with monkeypatch.context() as patch:
+            patch.setattr(LOZOPlus, name, method)
+            with pytest.raises(KilledError):
+                tune(recipe, directory=directory)
         tune(directory=directory, resume=True)
         assert (directory / "adapter" / "adapter_model.safetensors").read_bytes() == expected

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from torch import Tensor, nn
-from transformers import Trainer
+from torch import nn
 
 _HEADS = {"lm_head", "head", "score", "classifier"}
 
@@ -15,6 +14,8 @@ def decayed_names(model: nn.Module) -> set[str]:
 
     An adapter names what it spares, weights that mean noise for instance, as parts of names in `base_model.undecayed`.
     """
+    from transformers import Trainer  # takes seconds, and plain torch users never come here
+
     # The method looks at nothing but the model; calling it keeps one rule for every optimiser.
     names = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
     spared = getattr(getattr(model, "base_model", None), "undecayed", ())
@@ -29,12 +30,3 @@ def embeddings_and_heads(model: nn.Module) -> tuple[set[int], set[int]]:
     heads = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
     heads |= {id(p) for name, p in model.named_parameters() if _HEADS & set(name.split("."))}
     return embeddings, heads
-
-
-def check_not_flattened(name: str, p: Tensor) -> None:
-    """RuntimeError for a parameter whose rows and columns FSDP1 or DeepSpeed ZeRO has flattened."""
-    if getattr(p, "_is_flat_param", False) or hasattr(p, "ds_id"):
-        raise RuntimeError(
-            f"parameter '{name}' belongs to FSDP1 or DeepSpeed ZeRO, which flatten matrices, and this optimiser needs their rows and columns: "
-            "use DDP or FSDP2 (fully_shard)"
-        )

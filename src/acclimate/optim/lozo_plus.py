@@ -43,8 +43,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from acclimate.optim.groups import check_not_flattened, decayed_names, embeddings_and_heads
+from acclimate.optim.groups import decayed_names, embeddings_and_heads
 from acclimate.optim.perturbation import Matrix, Noisy, generator_of
+from acclimate.optim.sharding import check_not_flattened
 from acclimate.prefix import evaluation_mode
 
 Algo = Literal["lozo+", "lozo", "mezo"]
