@@ -1,0 +1,222 @@
+"""Memory and time of optimisers next to their peers, in one run.
+
+    python benchmarks/optim.py                       # about half an hour on two idle cores
+    python benchmarks/optim.py --part training --output benchmarks/optim.json
+    python benchmarks/optim.py --fast                # a smoke test with small sizes
+
+"training": three steps of 1 x 64 tokens on SmolLM2-135M (all weights; "lora ..": rank 8 on all linear layers), each optimiser in a process
+of its own: bytes of weights, of gradients after the last backward pass and of states, the peak of resident memory from loading on, and the
+median of the steps' seconds. "muon": steps on matrices of SmolLM2's shapes. "forward only": a step of LOZO+ over two bare passes, and over LOZO's.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from common import command_line, kept, take_turns, write
+from torch import Tensor, nn
+
+from acclimate import models, runs
+from acclimate.claims.io_adam import PEERS, _tensor_bytes
+from acclimate.optim import LOZOPlus, LOZOPlusFactory, Muon, MuonFactory
+
+# --- training ---
+
+
+def _adam_8bit(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(model.parameters(), lr=lr)
+    return optimizer
+
+
+def _lbfgs(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=lr, max_iter=1, history_size=4)
+
+
+def _forward_only(**options: Any) -> Callable[[nn.Module, float], LOZOPlus]:
+    return lambda model, lr: LOZOPlusFactory()(model, lr=lr, **options)
+
+
+ALL_WEIGHTS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
+    "adamw": PEERS["adamw"].make,
+    "adafactor": PEERS["adafactor"].make,
+    "adamw 8 bit": _adam_8bit,
+    "galore": PEERS["galore"].make,
+    "apollo": PEERS["apollo"].make,
+    "adam-mini": PEERS["adam-mini"].make,
+    "io-adam": PEERS["io-adam"].make,
+    "io-adam, fused": PEERS["io-adam, fused"].make,
+    "muon": lambda model, lr: MuonFactory()(model, lr=lr, warn_mismatch=False),
+    "l-bfgs": _lbfgs,
+    "mezo": _forward_only(algo="mezo"),
+    "lozo": _forward_only(algo="lozo"),
+    "lozo-plus": _forward_only(),
+}
+LORA = ("adamw", "io-adam", "muon", "lozo-plus")
+
+
+def training(fast: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    context = multiprocessing.get_context("spawn")
+    jobs = [(name, False) for name in ALL_WEIGHTS] + [(name, True) for name in LORA]
+    for name, lora in jobs[:1] + jobs[-1:] if fast else jobs:
+        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+            label = f"lora, {name}" if lora else name
+            try:
+                found[label] = pool.submit(three_steps, name, lora).result()
+            except (
+                ImportError,
+                RuntimeError,
+                NotImplementedError,
+                ValueError,
+            ) as error:  # of a peer that does not run on this machine
+                found[label] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+        print(f"  {label}: {found[label]}", file=sys.stderr)
+    base = found["adamw"]
+    for row in found.values():
+        if "error" not in row:
+            row["gradients_and_states_over_adamw"] = (row["gradients"] + row["states"]) / (
+                base["gradients"] + base["states"]
+            )
+            row["peak_over_adamw"] = row["peak"] / base["peak"]
+    return found
+
+
+def three_steps(name: str, lora: bool) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    runs.reset_peak_memory()
+    model: Any = models.load_model("smollm2")[0].train()
+    vocabulary = model.config.vocab_size
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
+    optimizer: Any = ALL_WEIGHTS[name](model, 1e-6)
+    draw = torch.Generator().manual_seed(0)
+    seconds = []
+    for _ in range(3):
+        ids = torch.randint(vocabulary, (1, 64), generator=draw)
+
+        def loss(ids: Tensor = ids) -> Tensor:
+            found: Tensor = model(input_ids=ids, labels=ids).loss
+            return found
+
+        begun = time.perf_counter()
+        if isinstance(optimizer, LOZOPlus):
+            optimizer.step(loss)
+        elif isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(lambda: (optimizer.zero_grad(), total := loss(), total.backward(), total)[1])
+        else:
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        seconds.append(time.perf_counter() - begun)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    states = sum(_tensor_bytes(state) for state in optimizer.state.values())
+    if isinstance(optimizer, LOZOPlus):
+        from acclimate.optim.forward_only import state_bytes
+
+        states = state_bytes(optimizer)
+    return {
+        "weights": sum(p.nbytes for p in model.parameters()),
+        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "states": states,
+        "peak": runs.peak_memory(),
+        "seconds": statistics.median(seconds),
+    }
+
+
+# --- Muon ---
+
+
+def muon(fast: bool) -> dict[str, Any]:
+    """LoRA factors of all layers, and all weights of one layer, with random gradients."""
+    linear = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
+    layers = 2 if fast else 30
+    shapes = {
+        "lora": [shape for _ in range(layers) for m, n in linear for shape in ((8, n), (m, 8))],
+        "full": list(linear),
+    }
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "torch_muon": lambda p: torch.optim.Muon(p, lr=5e-4, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=5e-4),
+        "muon": lambda p: Muon(p, lr=5e-4),
+        "muon_float32": lambda p: Muon(p, lr=5e-4, ns_dtype=torch.float32),
+    }
+    found: dict[str, Any] = {}
+    for name, sizes in shapes.items():
+        optimizers = {}
+        for maker, make in makers.items():
+            torch.manual_seed(0)
+            parameters = [nn.Parameter(0.02 * torch.randn(size)) for size in sizes]
+            for p in parameters:
+                p.grad = 1e-3 * torch.randn_like(p)
+            optimizers[maker] = make(parameters)
+        times = take_turns({maker: optimizer.step for maker, optimizer in optimizers.items()}, 3 if fast else 15)
+        found[name] = {
+            **times,
+            "muon_over_adamw": times["ms"]["muon"] / times["ms"]["adamw"],
+            "state_bytes": sum(_tensor_bytes(state) for state in optimizers["muon"].state.values()),
+            "state_bytes_by_formula": sum(4 * m * n for m, n in sizes),
+        }
+    return found
+
+
+# --- LOZO+ ---
+
+
+def forward_only(fast: bool) -> dict[str, Any]:
+    """256 tokens through SmolLM2: two bare passes, and steps of LOZO+, of LOZO in place, which rewrites all weights, and of MeZO."""
+    model: Any = models.load_model("smollm2")[0].eval()
+    ids = torch.randint(1000, (1, 16 if fast else 256), generator=torch.Generator().manual_seed(0))
+
+    def loss() -> Tensor:
+        found: Tensor = model(input_ids=ids, labels=ids).loss
+        return found
+
+    @torch.no_grad()
+    def two_passes() -> None:
+        loss()
+        loss()
+
+    steps: dict[str, Callable[[], Any]] = {"two passes": two_passes}
+    ways: dict[str, dict[str, Any]] = {
+        "lozo-plus": {},
+        "lozo, in place": {"algo": "lozo", "mode": "inplace"},
+        "mezo": {"algo": "mezo"},
+    }
+    for name, options in ways.items():
+        own = copy.deepcopy(model)
+        optimizer = LOZOPlusFactory()(own, lr=0.0, **options)
+        steps[name] = partial(optimizer.step, lambda own=own: own(input_ids=ids, labels=ids).loss)
+    return take_turns(steps, 1 if fast else 10)
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"training": training, "muon": muon, "forward only": forward_only}
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = kept(options)
+    for name, part in PARTS.items():
+        if options.part in (None, name):
+            print(name, file=sys.stderr)
+            result[name] = part(options.fast)
+    print(write(result, options.output))
+
+
+if __name__ == "__main__":
+    main()
