@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from acclimate import models, runs
 from acclimate.claims.io_adam import PEERS, _tensor_bytes
 from acclimate.optim import LOZOPlus, LOZOPlusFactory, Muon, MuonFactory
+from acclimate.prefix import blocks
 
 # --- training ---
 
@@ -73,7 +74,7 @@ def training(fast: bool) -> dict[str, Any]:
         with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
             label = f"lora, {name}" if lora else name
             try:
-                found[label] = pool.submit(three_steps, name, lora).result()
+                found[label] = pool.submit(three_steps, name, lora, fast).result()
             except (
                 ImportError,
                 RuntimeError,
@@ -92,10 +93,20 @@ def training(fast: bool) -> dict[str, Any]:
     return found
 
 
-def three_steps(name: str, lora: bool) -> dict[str, Any]:
+def smollm2(short: bool) -> Any:
+    """The model, or only its first block."""
+    model: Any = models.load_model("smollm2")[0]
+    if short:
+        parent, name = blocks(model)
+        setattr(parent, name, getattr(parent, name)[:1])
+        model.config.num_hidden_layers = 1
+    return model
+
+
+def three_steps(name: str, lora: bool, short: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     runs.reset_peak_memory()
-    model: Any = models.load_model("smollm2")[0].train()
+    model = smollm2(short).train()
     vocabulary = model.config.vocab_size
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -177,7 +188,7 @@ def muon(fast: bool) -> dict[str, Any]:
 
 def forward_only(fast: bool) -> dict[str, Any]:
     """256 tokens through SmolLM2: two bare passes, and steps of LOZO+, of LOZO in place, which rewrites all weights, and of MeZO."""
-    model: Any = models.load_model("smollm2")[0].eval()
+    model = smollm2(fast).eval()
     ids = torch.randint(1000, (1, 16 if fast else 256), generator=torch.Generator().manual_seed(0))
 
     def loss() -> Tensor:

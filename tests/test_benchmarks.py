@@ -47,6 +47,19 @@ def test_projq_runs(tmp_path: Path) -> None:
     assert found["to_pass"] > found["to_gptq"] > 0
 
 
+@pytest.mark.embedded
+def test_optim_runs(tmp_path: Path) -> None:
+    result = fast_benchmark("optim", tmp_path)
+    adamw, ours = result["training"]["adamw"], result["training"]["lora, lozo-plus"]
+    assert adamw["gradients"] == adamw["weights"]
+    assert adamw["states"] == pytest.approx(2 * adamw["weights"], rel=1e-4)
+    assert ours["gradients"] == 0
+    assert ours["states"] < 0.01 * adamw["states"]
+    for shapes in ("lora", "full"):
+        assert result["muon"][shapes]["state_bytes"] == result["muon"][shapes]["state_bytes_by_formula"]
+    assert result["forward only"]["ratio"].keys() == {"two passes", "lozo-plus", "lozo, in place", "mezo"}
+
+
 def test_the_committed_numbers_are_those_the_docs_show() -> None:
     result = json.loads((ROOT / "benchmarks" / "overhead.json").read_text())
     text = (ROOT / "docs" / "tune.md").read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ def check_not_flattened(name: str, p: Tensor) -> None:
 def refuse_unsupported(parameters: Iterable[Tensor]) -> None:
     """RuntimeError for parameters whose rows this process cannot tell: flattened, or sharded other than by rows."""
     for number, p in enumerate(parameters):
-        check_not_flattened(str(number), p)
+        check_not_flattened(f"number {number}", p)
         if isinstance(p, DTensor):
             shards = [placement for placement in p.placements if not placement.is_replicate()]
             if len(shards) > 1 or any(type(shard) is not Shard or shard.dim != 0 for shard in shards):
