@@ -39,8 +39,10 @@ def refresh(fast: bool) -> dict[str, Any]:
     text = data.read_text("wikitext2", split="validation")
     ids = windows(tokenizer, text, 2 if fast else 8, 64 if fast else 512, seed=0)
 
+    targets = ["q_proj"] if fast else "all-linear"
+
     def compress(**options: Any) -> None:
-        compress_low_rank(copy.deepcopy(model), ids, 0.2, beta=0.0, progress=False, **options)
+        compress_low_rank(copy.deepcopy(model), ids, 0.2, targets=targets, beta=0.0, progress=False, **options)
 
     return take_turns(
         {
