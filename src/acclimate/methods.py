@@ -354,6 +354,7 @@ _BUILT_IN: tuple[Method, ...] = (
         stage="optimizer",
         module="acclimate.optim.learned_sr1:LSR1",
         option="from acclimate.optim import LSR1",
+        status="ready",
         paper="L-SR1: Learned Symmetric-Rank-One Preconditioning",
         claim="lsr1",
         aliases=("l-sr1",),

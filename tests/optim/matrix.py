@@ -93,6 +93,20 @@ class Entry:
         optimizer.step()
 
 
+def lsr1(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
+    """Two problems: what decays, and what does not."""
+    from acclimate.optim import LSR1
+    from acclimate.optim.groups import decayed_names
+
+    names = decayed_names(model)
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if (n in names) is decays and p.requires_grad],
+         "weight_decay": weight_decay if decays else 0.0}
+        for decays in (True, False)
+    ]  # fmt: skip
+    return LSR1(groups, lr=lr)
+
+
 def adamw(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
     """torch's own: the matrix must hold for what everyone uses."""
     from acclimate.optim.groups import decayed_names
@@ -117,6 +131,7 @@ OPTIMIZERS = {
         steps=400,
         tolerance=1e-3,  # c is a difference of losses over 2e-3
     ),
+    "lsr1": Entry(lsr1, 0.5, tolerance=1e-4),  # its steps are built from differences of gradients
     "muon": Entry(lambda model, **options: MuonFactory()(model, warn_mismatch=False, **options), 0.02),
 }
 
