@@ -139,7 +139,7 @@ def lines(series: Mapping[str, Sequence[Sequence[float]]], x: str, y: str, log: 
                       linestyle=DASHES[i // len(COLOURS) % len(DASHES)], label=_short(name, 50))  # fmt: skip
         if log:
             axes.set_yscale("log")
-        _label(axes, x, y)
+        _label(axes, x, _wrapped(y))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         figure.legend(loc="outside lower left", ncols=2)
         return _svg(figure, f"{y} against {x} of {', '.join(curves)}")
