@@ -6,7 +6,8 @@
 
 "training": three steps of 1 x 64 tokens on SmolLM2-135M (all weights; "lora ..": rank 8 on all linear layers), each optimiser in a process
 of its own: bytes of weights, of gradients after the last backward pass and of states, the peak of resident memory from loading on, and the
-median of the steps' seconds. "muon": steps on matrices of SmolLM2's shapes. "forward only": a step of LOZO+ over two bare passes, and over LOZO's.
+median of the steps' seconds. "muon": steps on matrices of SmolLM2's shapes. "forward only": a step of LOZO+ over two bare passes, and over LOZO's. "lsr1": a step
+over L-BFGS's, and a batch of problems over one at a time. "surge": a binary layer over torch's own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from torch import Tensor, nn
 
 from acclimate import models, runs
 from acclimate.claims.io_adam import PEERS, _tensor_bytes
-from acclimate.optim import LOZOPlus, LOZOPlusFactory, Muon, MuonFactory
+from acclimate.compress.surge import BinaryConv2d, SurgeConfig
+from acclimate.optim import LSR1, LOZOPlus, LOZOPlusFactory, Muon, MuonFactory
+from acclimate.optim.meta_training import with_gradient
+from acclimate.optim.pose_problems import PoseProblems
 from acclimate.prefix import blocks
 
 # --- training ---
@@ -213,7 +217,92 @@ def forward_only(fast: bool) -> dict[str, Any]:
     return take_turns(steps, 1 if fast else 10)
 
 
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {"training": training, "muon": muon, "forward only": forward_only}
+# --- L-SR1 ---
+
+
+def lsr1(fast: bool) -> dict[str, Any]:
+    """A step on a quadratic of d unknowns over L-BFGS's (no line search, as many gradients), and 125 pose problems as one batch over one by one."""
+    found: dict[str, Any] = {}
+    for d in (10, 1000) if fast else (10, 100, 1000, 10_000):
+        makers: dict[str, Callable[[nn.Parameter], torch.optim.Optimizer]] = {
+            "l-bfgs": lambda x: torch.optim.LBFGS([x], 1e-3, 1, history_size=4, tolerance_grad=0, tolerance_change=0),
+            "sr1": lambda x: LSR1([x], "sr1", lr=1e-3),
+            "generic": lambda x: LSR1([x], "generic", lr=1e-3),
+        }
+        found[f"{d} unknowns"] = take_turns(
+            {name: partial(quadratic_steps, make, d, 10 if fast else 40) for name, make in makers.items()},
+            1 if fast else 5,
+        )
+    frames = 5 if fast else 125
+    poses = PoseProblems(330, 455)
+    views = torch.zeros(2, frames)
+    together, _ = poses.problems(torch.arange(frames), views)
+    alone = [poses.problems(torch.arange(i, i + 1), views[:, i : i + 1])[0] for i in range(frames)]
+
+    def batch() -> None:
+        x = nn.Parameter(poses.start.repeat(frames, 1))
+        optimizer = LSR1([x], "pose", batch_dim=0)
+        for _ in range(8):
+            x.grad = with_gradient(together, x.detach().clone(), False)[1]
+            optimizer.step()
+
+    def one_by_one() -> None:
+        for problem in alone:
+            x = nn.Parameter(poses.start[None].clone())
+            optimizer = torch.optim.LBFGS([x], 0.3, 1, history_size=4, tolerance_grad=0, tolerance_change=0)
+
+            def closure(x: nn.Parameter = x, problem: Any = problem) -> float:
+                value, x.grad = with_gradient(problem, x.detach().clone(), False)
+                return float(value[0])
+
+            for _ in range(8):
+                optimizer.step(closure)
+
+    found[f"{frames} poses"] = take_turns({"batch": batch, "l-bfgs, one by one": one_by_one}, 1 if fast else 3)
+    return found
+
+
+def quadratic_steps(make: Callable[[nn.Parameter], torch.optim.Optimizer], d: int, steps: int) -> None:
+    scale, x = torch.linspace(1, 2, d), nn.Parameter(torch.ones(d))
+    optimizer = make(x)
+
+    def closure() -> Tensor:
+        x.grad = scale * x.detach()
+        return (scale * x.detach().square()).sum() / 2
+
+    for _ in range(steps):
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+# --- SURGE ---
+
+
+def surge(fast: bool) -> dict[str, Any]:
+    """A training step of one 3 x 3 convolution, 64 x 64 channels (`--fast`: 8 x 8), forward and backward, over torch's own."""
+    channels, size = (8, 8) if fast else (64, 28)
+    x = torch.randn(16, channels, size, size, requires_grad=True)
+    layers: dict[str, nn.Module] = {
+        "torch": nn.Conv2d(channels, channels, 3, padding=1),
+        "ste": BinaryConv2d(channels, channels, 3, padding=1, config=SurgeConfig(aux=None)),
+        "surge": BinaryConv2d(channels, channels, 3, padding=1),
+        "surge, shared": BinaryConv2d(channels, channels, 3, padding=1, config=SurgeConfig(aux="shared")),
+    }
+    steps = {name: partial(lambda layer: layer(x).square().sum().backward(), layer) for name, layer in layers.items()}
+    found = take_turns(steps, 2 if fast else 20)
+    return {
+        **found,
+        "surge_over_ste": found["ms"]["surge"] / found["ms"]["ste"],
+        "shared_over_ste": found["ms"]["surge, shared"] / found["ms"]["ste"],
+    }
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "training": training,
+    "muon": muon,
+    "forward only": forward_only,
+    "lsr1": lsr1,
+    "surge": surge,
+}
 
 
 def main() -> None:

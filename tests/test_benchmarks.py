@@ -57,6 +57,8 @@ def test_optim_runs(tmp_path: Path) -> None:
     assert ours["states"] < 0.01 * adamw["states"]
     for shapes in ("lora", "full"):
         assert result["muon"][shapes]["state_bytes"] == result["muon"][shapes]["state_bytes_by_formula"]
+    assert result["lsr1"]["10 unknowns"]["ratio"].keys() == {"l-bfgs", "sr1", "generic"}
+    assert result["surge"]["ratio"].keys() == {"torch", "ste", "surge", "surge, shared"}
     assert result["forward only"]["ratio"].keys() == {"two passes", "lozo-plus", "lozo, in place", "mezo"}
 
 
