@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,7 @@ class LSR1(Optimizer):
         self.policy: torch.nn.Module | None = None
         if policy != "sr1":
             found = policy if isinstance(policy, LSR1Policy) else LSR1Policy.from_pretrained(policy)
-            self.policy = LSR1Policy(**{k: v for k, v in found.config.items() if k != "features"})
-            self.policy.load_state_dict(found.state_dict())
-            self.policy.double()
+            self.policy = copy.deepcopy(found).double()
         self.memory: Memory | None = None
         super().__init__(atoms, restart, logfile, trajectory, append_trajectory, **kwargs)
 

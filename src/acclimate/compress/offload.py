@@ -42,8 +42,10 @@ def in_memory(module: nn.Module, device: str | torch.device | None = None) -> It
     try:
         for part, hook in hooks.items():
             remove_hook_from_module(part)
-            for name, _ in named_module_tensors(part, include_buffers=False, recurse=False):
-                set_module_tensor_to_device(part, name, device, value=hook.weights_map[name])
+            for name, tensor in list(named_module_tensors(part, include_buffers=False, recurse=False)):
+                # a hook that was put back here before reads the weights itself when it goes
+                value = hook.weights_map[name] if tensor.is_meta else None
+                set_module_tensor_to_device(part, name, device, value=value)
         yield
     finally:
         for part, hook in hooks.items():

@@ -435,11 +435,12 @@ def _chosen(model: nn.Module, config: SurgeConfig) -> list[tuple[str, Any]]:
 
 def of_layer(layer: Any, config: SurgeConfig) -> BinaryLayer:
     """The binary layer with the weights of an ordinary one, and its device and type."""
+    # an empty shell: the weights are put in below, and what goes with them is made once they are there
     where = {
-        "device": layer.weight.device,
+        "device": "meta",
         "dtype": layer.weight.dtype,
         "bias": layer.bias is not None,
-        "config": config,
+        "config": SurgeConfig(aux=None),
     }
     if isinstance(layer, nn.Linear):
         made: Any = BinaryLinear(layer.in_features, layer.out_features, **where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
@@ -20,6 +20,17 @@ def decayed_names(model: nn.Module) -> set[str]:
     names = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
     spared = getattr(getattr(model, "base_model", None), "undecayed", ())
     return {name for name in names if not any(part in name for part in spared)}
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Trained parameters as Trainer groups them: those that decay as the optimiser says, and those that do not (no empty group)."""
+    decayed = decayed_names(model)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in trained if name in decayed]},
+        {"params": [p for name, p in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def embeddings_and_heads(model: nn.Module) -> tuple[set[int], set[int]]:

@@ -45,7 +45,7 @@ from transformers import TrainerCallback
 from acclimate import runs
 from acclimate.errors import InputError
 from acclimate.optim.gradient_factors import InputSums, LayerFactors, Owner, owners
-from acclimate.optim.groups import decayed_names
+from acclimate.optim.groups import decay_groups
 from acclimate.optim.memory import parameter_bytes, total_bytes
 from acclimate.optim.sharding import copies, local, local_rows, processes, refuse_unsupported
 
@@ -645,11 +645,7 @@ class IOAdamFactory:
     """`Trainer(optimizer_cls_and_kwargs=(IOAdamFactory, {"lr": 1e-3, ...}))`: Trainer's split into decayed and other parameters."""
 
     def __call__(self, model: nn.Module, **settings: Any) -> IOAdamW:
-        decayed = decayed_names(model)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups: list[dict[str, Any]] = [{"params": [p for name, p in named if name in decayed]}]
-        groups.append({"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0})
-        return IOAdamW([group for group in groups if group["params"]], model=model, **settings)
+        return IOAdamW(decay_groups(model), model=model, **settings)
 
 
 class IOAdamCallback(TrainerCallback):

@@ -23,6 +23,7 @@ running minimum of gamma, the limit of two (the paper has none) and a network wi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -238,9 +239,7 @@ class LSR1(torch.optim.Optimizer):
             return None
         where = (x.device, x.dtype)
         if where not in self._policies:
-            copy = LSR1Policy(**{key: value for key, value in self.policy.config.items() if key != "features"})
-            copy.load_state_dict(self.policy.state_dict())
-            self._policies[where] = copy.to(device=x.device, dtype=x.dtype)
+            self._policies[where] = copy.deepcopy(self.policy).to(device=x.device, dtype=x.dtype)
         return self._policies[where]
 
     def _check(self, number: int, group: dict[str, Any]) -> None:

@@ -27,12 +27,12 @@ the mechanism above is derived from its abstract. Baselines: LOZO, arXiv 2410.07
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -43,9 +43,9 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from acclimate.optim.groups import decayed_names, embeddings_and_heads
+from acclimate.optim.groups import decay_groups, embeddings_and_heads
 from acclimate.optim.perturbation import Matrix, Noisy, generator_of
-from acclimate.optim.sharding import check_not_flattened
+from acclimate.optim.sharding import check_not_flattened, processes
 from acclimate.prefix import evaluation_mode
 
 Algo = Literal["lozo+", "lozo", "mezo"]
@@ -335,7 +335,7 @@ class LOZOPlus(torch.optim.Optimizer):
             z = torch.randn(noisy.p.shape, generator=generator, dtype=noisy.exact.dtype)
             yield noisy, z.to(noisy.p.device)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _moved(self, sign: float) -> Iterator[None]:
         """The weights at W + sign eps Z; afterwards, whatever happens, at W."""
         try:
@@ -350,6 +350,17 @@ class LOZOPlus(torch.optim.Optimizer):
             for noisy in self.noisy:
                 noisy.settle()
 
+    def _evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.model is None else evaluation_mode(self.model)
+
+    def _at_both(self, closure: Closure, opened: dict[str, Any], reach: float = 1.0) -> list[float]:
+        """The losses at W + reach eps Z and W - reach eps Z."""
+        losses = []
+        for sign in (reach, -reach):
+            with self._moved(sign):
+                losses.append(_evaluate(closure, opened))
+        return losses
+
     @torch.no_grad()
     def accumulate(self, closure: Closure) -> Tensor:
         """Evaluate a micro-batch at both points and add it to the step; `step()` finishes. Returns the mean of its two losses.
@@ -358,11 +369,8 @@ class LOZOPlus(torch.optim.Optimizer):
         with the weights where they were.
         """
         opened = self._open or self._begin_step()
-        losses = []
-        with evaluation_mode(*([] if self.model is None else [self.model])):
-            for sign in (1, -1):
-                with self._moved(sign):
-                    losses.append(_evaluate(closure, opened))
+        with self._evaluating():
+            losses = self._at_both(closure, opened)
         opened["losses"] = [known + new for known, new in zip(opened["losses"], losses, strict=True)]
         self._open = opened  # not before: closures call zero_grad()
         return torch.tensor((losses[0] + losses[1]) / 2)
@@ -473,12 +481,12 @@ class LOZOPlus(torch.optim.Optimizer):
 
     def _over_ranks(self, values: Sequence[float]) -> list[float]:
         """Means over processes."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if processes() == 1:
             return list(values)
         device = next(p.device for group in self.param_groups for p in group["params"])
         both = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(both)
-        return [float(value) / dist.get_world_size() for value in both]
+        return [float(value) / processes() for value in both]
 
     def _compare_ranks(self) -> None:
         mine = math.fsum(value for value in self.records if not math.isnan(value))
@@ -524,13 +532,10 @@ class LOZOPlus(torch.optim.Optimizer):
         """
         step, h = self.counts["step"], reach * self.param_groups[0]["eps"]
         curvatures = []
-        with evaluation_mode(*([] if self.model is None else [self.model])):
+        with self._evaluating():
             for _ in range(n):
                 opened = self._begin_step()
-                losses = []
-                for sign in (reach, -reach):
-                    with self._moved(sign):
-                        losses.append(_evaluate(closure, opened))
+                losses = self._at_both(closure, opened, reach)
                 curvatures.append((sum(losses) - 2 * _evaluate(closure, opened)) / h**2)
                 self.counts["step"] += 1
         self.counts["step"] = step
@@ -621,16 +626,8 @@ class LOZOPlus(torch.optim.Optimizer):
 class LOZOPlusFactory:
     """For `Trainer(optimizer_cls_and_kwargs=(LOZOPlusFactory, {...}))`: the optimiser of a model, with Trainer's groups."""
 
-    def __call__(self, model: nn.Module, *, lr: float = 1e-6, weight_decay: float = 0.0, **options: Any) -> LOZOPlus:
-        names = decayed_names(model)
-        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                parts[name in names].append(p)
-        groups = [
-            {"params": part, "weight_decay": weight_decay if decays else 0.0} for decays, part in parts.items() if part
-        ]
-        return LOZOPlus(groups, lr, model=model, **options)
+    def __call__(self, model: nn.Module, **options: Any) -> LOZOPlus:
+        return LOZOPlus(decay_groups(model), model=model, **options)
 
 
 def _evaluate(closure: Closure, opened: dict[str, Any]) -> float:
