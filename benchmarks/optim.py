@@ -13,12 +13,10 @@ over L-BFGS's, and a batch of problems over one at a time. "surge": a binary lay
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,8 @@ from common import command_line, kept, take_turns, write
 from torch import Tensor, nn
 
 from acclimate import models, runs
-from acclimate.claims.io_adam import PEERS, _tensor_bytes
+from acclimate.claims.base import in_a_process_of_its_own
+from acclimate.claims.io_adam import PEERS, tensor_bytes
 from acclimate.compress.surge import BinaryConv2d, SurgeConfig
 from acclimate.optim import LSR1, LOZOPlus, LOZOPlusFactory, Muon, MuonFactory
 from acclimate.optim.meta_training import with_gradient
@@ -72,20 +71,14 @@ LORA = ("adamw", "io-adam", "muon", "lozo-plus")
 
 def training(fast: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    context = multiprocessing.get_context("spawn")
     jobs = [(name, False) for name in ALL_WEIGHTS] + [(name, True) for name in LORA]
     for name, lora in jobs[:1] + jobs[-1:] if fast else jobs:
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            label = f"lora, {name}" if lora else name
-            try:
-                found[label] = pool.submit(three_steps, name, lora, fast).result()
-            except (
-                ImportError,
-                RuntimeError,
-                NotImplementedError,
-                ValueError,
-            ) as error:  # of a peer that does not run on this machine
-                found[label] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+        label = f"lora, {name}" if lora else name
+        try:
+            found[label] = in_a_process_of_its_own(three_steps, name, lora, fast)
+        except (ImportError, RuntimeError, NotImplementedError, ValueError) as error:
+            # a peer that does not run on this machine
+            found[label] = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
         print(f"  {label}: {found[label]}", file=sys.stderr)
     base = found["adamw"]
     for row in found.values():
@@ -137,7 +130,7 @@ def three_steps(name: str, lora: bool, short: bool) -> dict[str, Any]:
             optimizer.step()
         seconds.append(time.perf_counter() - begun)
     trained = [p for p in model.parameters() if p.requires_grad]
-    states = sum(_tensor_bytes(state) for state in optimizer.state.values())
+    states = sum(tensor_bytes(state) for state in optimizer.state.values())
     if isinstance(optimizer, LOZOPlus):
         from acclimate.optim.forward_only import state_bytes
 
@@ -181,7 +174,7 @@ def muon(fast: bool) -> dict[str, Any]:
         found[name] = {
             **times,
             "muon_over_adamw": times["ms"]["muon"] / times["ms"]["adamw"],
-            "state_bytes": sum(_tensor_bytes(state) for state in optimizers["muon"].state.values()),
+            "state_bytes": sum(tensor_bytes(state) for state in optimizers["muon"].state.values()),
             "state_bytes_by_formula": sum(4 * m * n for m, n in sizes),
         }
     return found

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acclimate.optim import MuonFactory
+from acclimate.optim import LSR1, MuonFactory
+from acclimate.optim.groups import decay_groups
 from acclimate.optim.io_adam import IOAdamFactory
 from acclimate.optim.lozo_plus import LOZOPlusFactory
 
@@ -93,31 +94,14 @@ class Entry:
         optimizer.step()
 
 
-def lsr1(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
+def lsr1(model: nn.Module, **options: Any) -> Optimizer:
     """Two problems: what decays, and what does not."""
-    from acclimate.optim import LSR1
-    from acclimate.optim.groups import decayed_names
-
-    names = decayed_names(model)
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in names) is decays and p.requires_grad],
-         "weight_decay": weight_decay if decays else 0.0}
-        for decays in (True, False)
-    ]  # fmt: skip
-    return LSR1(groups, lr=lr)
+    return LSR1(decay_groups(model), **options)
 
 
-def adamw(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
+def adamw(model: nn.Module, **options: Any) -> Optimizer:
     """torch's own: the matrix must hold for what everyone uses."""
-    from acclimate.optim.groups import decayed_names
-
-    names = decayed_names(model)
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in names) is decays and p.requires_grad],
-         "weight_decay": weight_decay if decays else 0.0}
-        for decays in (True, False)
-    ]  # fmt: skip
-    return torch.optim.AdamW(groups, lr=lr)
+    return torch.optim.AdamW(decay_groups(model), **options)
 
 
 OPTIMIZERS = {

@@ -24,10 +24,12 @@ import dataclasses
 import importlib
 import json
 import math
+import multiprocessing
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -44,6 +46,12 @@ Verdict = Literal["holds", "does-not-hold", "inconclusive"]
 # Metrics that a bar finds in the columns of a row instead of among the measured metrics.
 _COSTS = ("seconds", "peak_memory_bytes", "parameters", "adapter_bytes")
 _SIGNIFICANT_DIGITS = 6
+
+
+def in_a_process_of_its_own(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` of a module returns in a fresh interpreter, so that its peak of memory is its own."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 @dataclass(frozen=True)

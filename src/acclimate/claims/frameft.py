@@ -11,12 +11,10 @@ The published experiment is RoBERTa-base on GLUE, with n = 1000 a layer; the bar
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 
 from acclimate import data, models, runs
 from acclimate.adapters.frame import FrameFTConfig
-from acclimate.claims.base import Bar, Budget, Claim, Row
+from acclimate.claims.base import Bar, Budget, Claim, Row, in_a_process_of_its_own
 
 MODEL, DATA = "minilm", "sentiment3"
 BATCH, LENGTH, WARMUP, HEAD_LR = 16, 64, 0.06, 5e-3
@@ -130,7 +128,9 @@ class FrameFTClaim(Claim):
                 "seconds": (time.perf_counter() - start) / len(seeds),
                 "parameters": found[0].parameters,
                 "adapter_bytes": found[0].adapter_bytes or None,
-                "peak_memory_bytes": _peak_in_a_process_of_its_own(name) if name in size.memory else None,
+                "peak_memory_bytes": in_a_process_of_its_own(peak_of_a_few_steps, name)
+                if name in size.memory
+                else None,
                 "extra": {"lr": rates[name], "held_out_accuracy": tried} if arm.config else {},
             }
             rows += [
@@ -204,9 +204,9 @@ def pretrained() -> tuple[Any, Any]:
     return models.load_model(MODEL, auto_class="AutoModel")
 
 
-def encode(table: Any) -> Encoded:
+def encode(table: Any, length: int = LENGTH) -> Encoded:
     _, tokenizer = pretrained()
-    ids = tokenizer([row["text"] for row in table.rows], truncation=True, max_length=LENGTH)["input_ids"]
+    ids = tokenizer([row["text"] for row in table.rows], truncation=True, max_length=length)["input_ids"]
     return Encoded(ids, torch.tensor([int(row["label"] == "positive") for row in table.rows]))
 
 
@@ -298,12 +298,6 @@ def step_times(blocks: int, steps: int) -> dict[str, list[float]]:
         for name in found:
             found[name].append(statistics.median(times[name] for times in block))
     return found
-
-
-def _peak_in_a_process_of_its_own(name: str) -> int:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(peak_of_a_few_steps, name).result()
 
 
 def peak_of_a_few_steps(name: str) -> int:

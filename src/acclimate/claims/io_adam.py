@@ -12,14 +12,11 @@ The published experiments are LLaMA on C4, GPT-2 on WikiText-2 and RoBERTa on Co
 
 from __future__ import annotations
 
-import copy
 import math
-import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,7 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acclimate import data, models, runs
-from acclimate.claims.base import Bar, Budget, Claim, Row
+from acclimate.claims import frameft
+from acclimate.claims.base import Bar, Budget, Claim, Row, in_a_process_of_its_own
+from acclimate.claims.frameft import Encoded
 from acclimate.optim.io_adam import IOAdamW
 
 BETAS = (0.9, 0.99)
@@ -300,49 +299,20 @@ def language(size: Size, report: Callable[[str], None]) -> list[Row]:
 # --- (b) the sentiment of sentences ---
 
 
-@lru_cache
-def pretrained() -> tuple[Any, Any]:
-    """MiniLM and its tokenizer; the model is copied before it is changed."""
-    return models.load_model("minilm", auto_class="AutoModel")
-
-
-class Classifier(nn.Module):
-    """The encoder, the mean of its last hidden states over real tokens, and a linear head."""
+class Classifier(frameft.Classifier):
+    """frameft's, with all weights to train."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        loaded, self.tokenizer = pretrained()
-        torch.manual_seed(seed)
-        self.encoder: Any = copy.deepcopy(loaded)
+        super().__init__(frameft.ARMS["frozen encoder"], seed)
+        self.encoder.requires_grad_(True)
         self.encoder.pooler = None  # it takes no part, and would have no gradient
-        self.head = nn.Linear(self.encoder.config.hidden_size, 2)
-
-    def forward(self, ids: list[list[int]]) -> Tensor:
-        inputs = self.tokenizer.pad([{"input_ids": row} for row in ids], return_tensors="pt")
-        hidden = self.encoder(**inputs).last_hidden_state
-        mask = inputs["attention_mask"][..., None]
-        logits: Tensor = self.head((hidden * mask).sum(1) / mask.sum(1))
-        return logits
 
     def loss(self, examples: Encoded, batch: list[int]) -> Tensor:
         return F.cross_entropy(self([examples.ids[i] for i in batch]), examples.labels[batch])
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of sentences, and 1 where they are positive."""
-
-    ids: list[list[int]]
-    labels: Tensor
-
-    def part(self, start: int, stop: int | None) -> Encoded:
-        return Encoded(self.ids[start:stop], self.labels[start:stop])
-
-
 def encoded(split: str, count: int, seed: int = 0) -> Encoded:
-    table = data.sample(data.read_table("sentiment3", split=split), count, seed)
-    ids = pretrained()[1]([row["text"] for row in table.rows], truncation=True, max_length=LENGTH)["input_ids"]
-    return Encoded(ids, torch.tensor([int(row["label"] == "positive") for row in table.rows]))
+    return frameft.encode(data.sample(data.read_table("sentiment3", split=split), count, seed), LENGTH)
 
 
 def batches(count: int, seed: int) -> Iterator[list[int]]:
@@ -402,18 +372,16 @@ def sentiment(size: Size, report: Callable[[str], None]) -> list[Row]:
 def memory(size: Size, report: Callable[[str], None]) -> list[Row]:
     rows = []
     for name in size.memory:
-        found = _in_a_process_of_its_own(name) if size.memory_model == "smollm2" else memory_of_three_steps(name, False)
+        found = (
+            in_a_process_of_its_own(memory_of_three_steps, name, True)
+            if size.memory_model == "smollm2"
+            else memory_of_three_steps(name, False)
+        )
         report(f"memory, {name}: " + ", ".join(f"{key} {value / 1e6:,.1f} MB" for key, value in found.items()))
         weights, grads, states, peak = found["weights"], found["grads"], found["states"], found["peak"]
         for metric, value in (("training_bytes", weights + grads + states), ("gradient_and_state_bytes", grads + states), ("state_bytes", states), ("peak_bytes", peak)):  # fmt: skip
             rows.append(Row.from_values(name, metric, [float(value)], [0], peak_memory_bytes=peak))
     return rows
-
-
-def _in_a_process_of_its_own(name: str) -> dict[str, int]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(memory_of_three_steps, name, True).result()
 
 
 def memory_of_three_steps(name: str, large: bool) -> dict[str, int]:
@@ -435,18 +403,18 @@ def memory_of_three_steps(name: str, large: bool) -> dict[str, int]:
     return {
         "weights": sum(p.nbytes for p in model.parameters()),
         "grads": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-        "states": sum(_tensor_bytes(state) for state in optimizer.state.values()),
+        "states": sum(tensor_bytes(state) for state in optimizer.state.values()),
         "peak": runs.peak_memory(),
     }
 
 
-def _tensor_bytes(state: Any) -> int:
+def tensor_bytes(state: Any) -> int:
     """Tensors in an optimiser's state, also inside the projectors of GaLore and APOLLO."""
     if isinstance(state, Tensor):
         return state.nbytes
     if isinstance(state, dict):
-        return sum(map(_tensor_bytes, state.values()))
-    return _tensor_bytes(vars(state)) if hasattr(state, "ortho_matrix") else 0
+        return sum(map(tensor_bytes, state.values()))
+    return tensor_bytes(vars(state)) if hasattr(state, "ortho_matrix") else 0
 
 
 def step_times(size: Size) -> dict[str, list[float]]:
@@ -456,7 +424,7 @@ def step_times(size: Size) -> dict[str, list[float]]:
     built = {name: Classifier(0).train() for name in names}
     optimizers = {name: PEERS[name].make(model, 1e-5) for name, model in built.items()}
     draw = random.Random(0)
-    vocabulary = pretrained()[0].config.vocab_size
+    vocabulary = frameft.pretrained()[0].config.vocab_size
     found: dict[str, list[float]] = {name: [] for name in names}
 
     def one_round() -> dict[str, float]:

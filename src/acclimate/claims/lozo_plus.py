@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 
 from acclimate import data, models, runs
 from acclimate.claims import frameft
-from acclimate.claims.base import Bar, Budget, Claim, Row
+from acclimate.claims.base import Bar, Budget, Claim, Row, in_a_process_of_its_own
 from acclimate.optim import LOZOPlus, LOZOPlusFactory
 
 SIZE = 48
@@ -338,11 +336,9 @@ def encoder_run(
 
 def memory(report: Callable[[str], None]) -> list[Row]:
     names = ("inference", OURS, "LoRA with AdamW", "AdamW")
-    context = multiprocessing.get_context("spawn")
     peaks = {}
     for name in names:
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-            peaks[name], weights = pool.submit(peak_of_three_steps, name).result()
+        peaks[name], weights = in_a_process_of_its_own(peak_of_three_steps, name)
         report(f"D, {name}: peak {peaks[name] / 1e6:,.0f} MB")
     rows = [
         Row.from_values(name, "peak bytes", [float(peaks[name])], [0], peak_memory_bytes=peaks[name]) for name in names
