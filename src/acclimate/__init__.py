@@ -7,8 +7,9 @@ The public names are imported when they are first used: `import acclimate` itsel
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acclimate.lazy import lazily
 
 if TYPE_CHECKING:
     from acclimate.comparison import compare
@@ -53,10 +54,4 @@ __all__ = [
     "tune",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'acclimate' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"acclimate.{_WHERE[name]}"), name)
-    globals()[name] = value  # the next look-up finds it without coming here
-    return value
+__getattr__ = lazily(__name__, _WHERE)

@@ -5,8 +5,9 @@ The public names are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acclimate.lazy import lazily
 
 if TYPE_CHECKING:
     from acclimate.merge.adapters import compare_bases, merge_adapters
@@ -45,10 +46,4 @@ __all__ = [
     "plan_merge",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'acclimate.merge' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"acclimate.merge.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _WHERE)

@@ -5,8 +5,9 @@ The public names are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from acclimate.lazy import lazily
 
 if TYPE_CHECKING:
     from acclimate.optim.forward_only import ZerothOrderTrainer, ZerothOrderTrainerMixin, replay
@@ -69,10 +70,4 @@ __all__ = [
     "update_report",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'acclimate.optim' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"acclimate.optim.{_WHERE[name]}"), name)
-    globals()[name] = value  # the next look-up finds it without coming here
-    return value
+__getattr__ = lazily(__name__, _WHERE)
