@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,6 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--fast", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--output", type=Path, help="write the numbers there as JSON")
     return parser
-
-
-def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """With --part, what --output has of the other parts."""
-    known = bool(options.part and options.output and options.output.exists())
-    found: dict[str, Any] = json.loads(options.output.read_text()) if known else {}
-    return found
 
 
 def write(result: dict[str, Any], output: Path | None) -> str:
@@ -66,3 +59,19 @@ def take_turns(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, An
     }
     print(f"  {found}", file=sys.stderr)
     return found
+
+
+def measure_parts(
+    description: str | None, parts: Mapping[str, Callable[[bool], Any]], facts: Mapping[str, Any]
+) -> None:
+    """The command line of a benchmark in parts, each called with whether --fast was given: all, or --part alone beside what --output has."""
+    parser = command_line(description)
+    parser.add_argument("--part", choices=parts, help="measure this part alone; the others stay as --output has them")
+    options = parser.parse_args()
+    known = options.part and options.output and options.output.exists()
+    result: dict[str, Any] = json.loads(options.output.read_text()) if known else {}
+    for name, part in parts.items():
+        if options.part in (None, name):
+            print(name, file=sys.stderr)
+            result[name] = part(options.fast)
+    print(write(result | dict(facts), options.output))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import command_line, kept, peak, take_turns, write
+from common import measure_parts, peak, take_turns
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -215,16 +215,8 @@ FAST: dict[str, Callable[[], dict[str, Any]]] = {
     "memory": lambda: {"soup_peak_rss_mb": soup_memory(2, (64, 64)), "merge_peak_rss_mb": merge_memory(32, 1)},
 }
 
-
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
-    options = parser.parse_args()
-    parts = FAST if options.fast else PARTS
-    found = {name: part() for name, part in parts.items() if options.part in (None, name)}
-    result = {**kept(options), **found, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(write(result, options.output))
-
-
 if __name__ == "__main__":
-    main()
+    both: dict[str, Callable[[bool], Any]] = {
+        name: lambda fast, name=name: (FAST if fast else PARTS)[name]() for name in PARTS
+    }
+    measure_parts(__doc__, both, {"threads": torch.get_num_threads(), "torch": torch.__version__})

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import command_line, kept, take_turns, write
+from common import measure_parts, take_turns
 from torch import Tensor, nn
 
 from acclimate import models, runs
@@ -298,18 +298,6 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    result = kept(options)
-    for name, part in PARTS.items():
-        if options.part in (None, name):
-            print(name, file=sys.stderr)
-            result[name] = part(options.fast)
-    print(write(result, options.output))
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    measure_parts(__doc__, PARTS, {})

@@ -12,13 +12,12 @@ model of 2.1 GB.
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import command_line, kept, peak, take_turns, write
+from common import measure_parts, peak, take_turns
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,18 +110,5 @@ def compress_peak(count: int, width: int) -> float:
 PARTS = {"gram": gram, "inference": inference, "refresh": refresh, "memory": memory}
 
 
-def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="measure this part alone; the others stay as --output has them")
-    options = parser.parse_args()
-    result: dict[str, Any] = kept(options)
-    for name, part in PARTS.items():
-        if options.part in (None, name):
-            print(name, file=sys.stderr)
-            result[name] = part(options.fast)
-    result["threads"] = torch.get_num_threads()
-    print(write(result, options.output))
-
-
 if __name__ == "__main__":
-    main()
+    measure_parts(__doc__, PARTS, {"threads": torch.get_num_threads()})
