@@ -31,6 +31,7 @@ from acclimate.errors import AcclimateError, InputError
 from acclimate.models import quiet
 from acclimate.optim.forward_only import ZerothOrderTrainerMixin
 from acclimate.optim.groups import decayed_names
+from acclimate.optim.lozo_plus import doubled
 from acclimate.recipe import Recipe
 from acclimate.runs import PARTIAL, Interrupted, last_checkpoint, replacing, storage_errors, write_jsonl
 
@@ -220,6 +221,13 @@ class ExampleMeanTrainer(RunTrainer, ABC):
         whole = len(losses) if num_items_in_batch is None else num_items_in_batch / self.args.world_size
         loss = losses.sum() / whole
         return (loss, {}) if return_outputs else loss
+
+    def paired_losses(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if "labels" not in inputs:  # packed rows, which have no halves
+            return super().paired_losses(model, inputs, num_items_in_batch)
+        losses = self.example_losses(model, doubled(inputs)).view(2, -1)
+        whole = losses.shape[1] if num_items_in_batch is None else num_items_in_batch / self.args.world_size
+        return losses.sum(1) / whole
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         with torch.no_grad():

@@ -9,19 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
-from acclimate.optim import LOZOPlus, LOZOPlusFactory, ZerothOrderTrainer, replay
+from acclimate.compress.gptq import Grid, round_to_nearest
+from acclimate.compress.quant_linear import QuantLinear
+from acclimate.errors import InputError
+from acclimate.optim import LOZOPlus, LOZOPlusFactory, ZerothOrderTrainer, doubled, replay
 from acclimate.optim.forward_only import LOG, save_log, state_bytes
 from acclimate.optim.lozo_plus import carried_over, promoted, survivors
-from acclimate.optim.perturbation import stochastic_rounding
+from acclimate.optim.perturbation import stochastic_rounding, sum_of
 from acclimate.pipeline import tune
 from acclimate.recipe import Recipe
 from acclimate.runs import read_json
+from optim import lozo_worker
+from optim.matrix import copies
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -34,7 +40,7 @@ def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) ->
 
 def direction(optimizer: LOZOPlus) -> list[Tensor]:
     """Z of each matrix at the next step; drawing it changes nothing, since it depends on the step's number alone."""
-    optimizer._begin_step()
+    optimizer._choose()
     return [matrix.product(matrix.place, matrix.draw).double() for matrix in optimizer.matrices]
 
 
@@ -136,7 +142,7 @@ def test_a_step_is_what_it_says(algo: str) -> None:
         )
     if algo == "lozo":
         basis = optimizer.matrices[0].basis
-        optimizer._begin_step()
+        optimizer._choose()
         assert torch.equal(optimizer.matrices[0].basis, basis), "fixed within a period"
 
 
@@ -306,7 +312,8 @@ def test_dropout_is_off_while_losses_are_compared() -> None:
 
 def test_16_bit_weights_keep_what_is_smaller_than_their_steps() -> None:
     value = torch.full((20_000,), 1 + 2**-10)  # a quarter of the way to bfloat16's next number
-    rounded = stochastic_rounding(value, torch.bfloat16, torch.Generator().manual_seed(0))
+    draw = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
+    rounded = stochastic_rounding(value, draw, torch.bfloat16)
     assert set(rounded.float().tolist()) == {1.0, 1 + 2**-7}
     share = 2**-10 / 2**-7
     assert float(rounded.float().mean()) == pytest.approx(
@@ -442,7 +449,7 @@ def test_the_sum_of_changes_is_a_lora(conv1d: bool, tmp_path: Path) -> None:
     [
         ({"eps": 0.0}, "eps must be above 0"), ({"threshold": -1.0}, "threshold is at least 0"), ({"period": 4}, "period 4 must be longer"),
         ({"lr": -1.0}, "lr and weight_decay"), ({"beta": 1.0}, "beta is in"), ({"rank": 0}, "rank is at least 1"), ({"algo": "adam"}, "algo is one of"),
-        ({"mode": "fast"}, "mode is one of"), ({"blocks": 0}, "blocks is"), ({"exclude": ("weight",)}, "no matrix to train"),
+        ({"mode": "fast"}, "mode is one of"), ({"candidates": 0}, "candidates is at least 1"), ({"blocks": 0}, "blocks is"), ({"exclude": ("weight",)}, "no matrix to train"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -510,6 +517,231 @@ def test_c_is_clipped_to_its_running_size() -> None:
     assert first == pytest.approx(1.0)
     rms = (0.99 * first**2 + 0.01 * 500.0**2) ** 0.5
     assert second == pytest.approx(2 * rms)
+
+
+# --- both points at once, several directions, quantised layers, shards ---
+
+
+def paired_loss(model: nn.Module) -> Tensor:
+    logits, labels = model(doubled({"x": X})["x"]), Y
+    return torch.stack([nn.functional.cross_entropy(half, labels) for half in logits.chunk(2)])
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_both_points_in_one_batch_are_two_passes(conv1d: bool) -> None:
+    found = []
+    for paired in (False, True):
+        model = Net(conv1d=conv1d)
+        optimizer = optimizer_of(model, paired=paired, eps=1e-2, noise_floor=0.0, weight_decay=0.1)
+        for _ in range(12):
+            optimizer.step(lambda model=model, paired=paired: paired_loss(model) if paired else loss_of(model))
+        optimizer.fold()
+        found.append((torch.tensor(optimizer.records), model))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)  # a difference of losses over 2e-2
+    for name, value in weights(found[0][1]).items():
+        torch.testing.assert_close(value, weights(found[1][1])[name], rtol=1e-6, atol=1e-6)
+
+
+def test_paired_needs_two_losses_of_two_halves() -> None:
+    model = Net()
+    optimizer = optimizer_of(model, paired=True)
+    with pytest.raises(ValueError, match="returns two losses"):
+        optimizer.step(lambda: loss_of(model))
+    with pytest.raises(ValueError, match="15 rows, which are no two halves"):
+        optimizer.step(lambda: model(X[:15]).sum(0)[:2])
+    with pytest.raises(ValueError, match="outputs of linear layers alone"):
+        optimizer_of(Net(), paired=True, train_1d=True)
+    assert doubled([{"a": X, "b": 3}])[0]["a"].shape == (32, 6)
+
+
+def test_paired_trains_a_language_model_alike(tiny_lm: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"colour {i % 3}", "completion": ["red", "green and blue", "no"][i % 3]} for i in range(24)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for paired in (False, True):
+        recipe = Recipe(
+            model=str(tiny_lm), data=str(data), task="sft", optimizer="lozo-plus",
+            optimizer_args={"rank": 2, "period": 8, "probes": 2, "eps": 1e-2, "paired": paired},
+            train={"max_steps": 4, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "lr_schedule": "constant", "warmup": 0},
+        )  # fmt: skip
+        found.append(
+            load_file(tune(recipe, directory=tmp_path / str(paired)) / "adapter" / "adapter_model.safetensors")
+        )
+    assert any(value.any() for name, value in found[0].items() if "lora_B" in name)
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-3, atol=1e-5)
+    choice = recipe.replace(task="choice", data="clinc150")
+    with pytest.raises(InputError, match="Leave paired out"):
+        tune(choice, directory=tmp_path / "choice")
+
+
+def test_candidates_are_averaged() -> None:
+    W, S = parameter(5, 4), random(5, 4, seed=2)
+    optimizer = LOZOPlus([W], lr=1e-2, rank=2, period=10, candidates=3, weight_decay=0.1, noise_floor=0.0, eps=1e-5)
+    for step in range(25):
+        before, Z = W.detach().clone(), []
+        for candidate in range(3):
+            probe, column = optimizer._choose(candidate)
+            assert probe or column == (3 * (step % 10 - sum(p < step % 10 for p in (1, 3, 6, 8))) + candidate) % 2
+            Z.append(optimizer.matrices[0].product(optimizer.matrices[0].place, optimizer.matrices[0].draw).double())
+        optimizer.step(lambda: (W - S).square().sum())
+        c = optimizer.records[-4:-1]
+        for slope, z in zip(c, Z, strict=True):
+            assert slope == pytest.approx(float(2 * ((before - S) * z).sum()), rel=1e-4, abs=1e-4)
+        mean = sum(slope * z for slope, z in zip(c, Z, strict=True)) / 3
+        torch.testing.assert_close(W.detach(), before * (1 - 1e-3) - 1e-2 * mean, rtol=1e-6, atol=1e-7)
+    assert optimizer.alignment["accepted"] == 75
+
+
+def test_candidates_are_in_the_log(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = LOZOPlusFactory()(model, lr=1e-2, rank=2, period=8, probes=2, candidates=2)
+    for _ in range(12):
+        optimizer.step(lambda: loss_of(model))
+    optimizer.fold()
+    save_log(optimizer, tmp_path / "log.safetensors")
+    again = Net()
+    replay(again, tmp_path / "log.safetensors")
+    assert all(torch.equal(value, weights(model)[name]) for name, value in weights(again).items())
+
+
+class Quantised(nn.Module):
+    """Two linear layers of 4 bits in groups of 8, between others that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), nn.Linear(16, 3)
+        self.requires_grad_(False)
+        for name in ("first", "second"):
+            layer = getattr(self, name)
+            found = round_to_nearest(layer.weight.detach(), Grid(4, 8))
+            setattr(self, name, QuantLinear.from_quantized(found, layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def test_an_adapter_grows_on_quantised_layers(tmp_path: Path) -> None:
+    x = random(16, 16, seed=3, dtype=torch.float32)
+    model = Quantised().eval()
+    packed = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(model(x), Y)
+
+    start = float(loss())
+    optimizer = LOZOPlus(
+        model.parameters(), 3e-2, model=model, rank=2, period=10, probes=1, grow=True, adapter_rank=16, exclude=()
+    )
+    assert [matrix.name for matrix in optimizer.matrices] == ["first.weight", "second.weight"]
+    state = None
+    for step in range(105):
+        if step == 55:
+            state = copies(optimizer.state_dict())
+        optimizer.step(loss)
+    acting = model(x)
+    assert float(loss()) < 0.9 * start
+    assert all(torch.equal(value, packed[name]) for name, value in model.state_dict().items())
+    optimizer.export_adapter(tmp_path)
+    assert {matrix.grown[0].shape[1] for matrix in optimizer.matrices} == {16}
+    torch.testing.assert_close(model(x), acting, rtol=1e-5, atol=1e-5)
+    adapted = PeftModel.from_pretrained(Quantised().eval(), str(tmp_path))
+    torch.testing.assert_close(adapted(x), model(x), rtol=1e-5, atol=1e-5)
+
+    # resumed in the middle of a period, with an adapter on it already
+    expected, model = model(x), Quantised().eval()
+    again = LOZOPlus(
+        model.parameters(), 3e-2, model=model, rank=2, period=10, probes=1, grow=True, adapter_rank=16, exclude=()
+    )
+    again.load_state_dict(state)
+    for _ in range(50):
+        again.step(loss)
+    again.fold()
+    assert torch.equal(model(x), expected)
+
+
+def test_a_sum_of_changes_is_cut_to_its_best_part() -> None:
+    changes = [(random(9, 2, seed=i), random(7, 2, seed=i + 10)) for i in range(3)]
+    whole, known = torch.zeros(9, 7, dtype=torch.float64), None
+    for left, right in changes:
+        known = sum_of(known, (left, right), 4)
+        whole = whole + left @ right.T
+        U, sigma, Vt = torch.linalg.svd(whole)
+        whole = (U[:, :4] * sigma[:4]) @ Vt[:4]
+        torch.testing.assert_close(known[0] @ known[1].T, whole)
+
+
+def test_growing_needs_quantised_layers_that_stay() -> None:
+    with pytest.raises(ValueError, match="grow=True trains an adapter"):
+        LOZOPlus(Quantised().parameters(), model=Quantised())
+    for options in ({"mode": "inplace"}, {"algo": "mezo"}):
+        with pytest.raises(ValueError, match="it needs model="):
+            LOZOPlus(Quantised().parameters(), model=Quantised(), grow=True, **options)
+    with pytest.raises(ValueError, match="set it to 0"):
+        LOZOPlus(Quantised().parameters(), model=Quantised(), grow=True, weight_decay=0.1)
+
+
+def test_noise_in_place_is_taken_back_to_rounding() -> None:
+    model = Net()
+    before = weights(model)
+    optimizer = optimizer_of(model, algo="mezo", lr=0.0)
+    assert state_bytes(optimizer) == 0  # no copy of the weights
+    for _ in range(50):
+        optimizer.step(lambda: loss_of(model))
+    for name, value in weights(model).items():
+        error = (value - before[name]).norm() / before[name].norm()
+        assert float(error) <= 50 * 1e-6
+    with pytest.raises(RuntimeError, match="rounding makes it drift"):
+        optimizer_of(Net().bfloat16(), algo="mezo")
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_with_shards_equal_one(tmp_path: Path) -> None:
+    output = tmp_path / "found.pt"
+    mp.spawn(lozo_worker.worker, args=(str(output),), nprocs=2, join=True)
+    found = torch.load(output, weights_only=True)
+    for name, options in lozo_worker.OPTIONS.items():
+        model = lozo_worker.network()
+        optimizer = lozo_worker.train(model, slice(None), **options)
+        for way in [f"fsdp2, {name}", *(["shared out"] if name == "candidates" else [])]:
+            for ours, theirs in zip(model.parameters(), found[way], strict=True):
+                torch.testing.assert_close(theirs, ours.detach(), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(model[0].weight, lozo_worker.network()[0].weight, atol=1e-3)
+        exact = [noisy.exact for noisy in optimizer.noisy if noisy.exact is not None]
+        for ours, theirs in zip(exact, found[f"exact, {name}"], strict=True):  # of a part's state: in full
+            torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    model = lozo_worker.network()
+    lozo_worker.train(model, slice(None), weight_decay=0.1)
+    for ours, theirs in zip(model.parameters(), found["tensor parallel"], strict=True):
+        torch.testing.assert_close(theirs, ours.detach(), rtol=1e-5, atol=1e-5)
+    rounded = lozo_worker.rounded(lozo_worker.network().bfloat16())
+    for ours, theirs in zip(rounded.parameters(), found["rounded"], strict=True):
+        assert torch.equal(ours, theirs)
+    assert bool(found["no model"][0])
+
+
+def test_one_compiled_graph_serves_both_signs_and_all_periods() -> None:
+    import torch._dynamo.testing
+
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = Net().eval()
+        optimizer = optimizer_of(model, eps=1e-2, noise_floor=0.0)
+        counter = torch._dynamo.testing.CompileCounter()
+        forward = torch.compile(model, backend=counter) if compiled else model
+        counts = []
+        for _ in range(20):
+            optimizer.step(lambda forward=forward: nn.functional.cross_entropy(forward(X), Y))
+            counts.append(counter.frame_count)
+        if compiled:
+            assert counts[-1] == counts[1] > 0
+        optimizer.fold()
+        found.append(weights(model))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-5, atol=1e-6)
 
 
 # --- in trainers ---

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from acclimate.optim.forward_only import ZerothOrderTrainer, ZerothOrderTrainerMixin, replay
     from acclimate.optim.io_adam import IOAdamCallback, IOAdamFactory, IOAdamW
     from acclimate.optim.learned_sr1 import LSR1
-    from acclimate.optim.lozo_plus import LOZOPlus, LOZOPlusFactory
+    from acclimate.optim.lozo_plus import LOZOPlus, LOZOPlusFactory, doubled
     from acclimate.optim.memory import memory_account
     from acclimate.optim.meta_training import meta_train
     from acclimate.optim.muon import Muon, MuonFactory, build_muon
@@ -34,6 +34,7 @@ _WHERE = {
     "Muon": "muon",
     "MuonFactory": "muon",
     "build_muon": "muon",
+    "doubled": "lozo_plus",
     "ZerothOrderTrainer": "forward_only",
     "ZerothOrderTrainerMixin": "forward_only",
     "lsr1_method": "sr1_minimize",
@@ -60,6 +61,7 @@ __all__ = [
     "ZerothOrderTrainer",
     "ZerothOrderTrainerMixin",
     "build_muon",
+    "doubled",
     "lsr1_method",
     "memory_account",
     "meta_train",

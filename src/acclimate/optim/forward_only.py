@@ -15,7 +15,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
-from acclimate.optim.lozo_plus import LOZOPlus, LOZOPlusFactory
+from acclimate.errors import InputError
+from acclimate.optim.lozo_plus import LOZOPlus, LOZOPlusFactory, doubled
+from acclimate.optim.perturbation import PARTS
 from acclimate.runs import replacing, write_json
 
 LOG = "zeroth_order.safetensors"  # of a run: what `replay` needs
@@ -41,14 +43,40 @@ class ZerothOrderTrainerMixin(_Base):
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
         share = 1 if scaled else self.current_gradient_accumulation_steps
+        compute: Any = self.paired_losses if optimizer.settings["paired"] else self.compute_loss
 
         def loss() -> torch.Tensor:
             with self.compute_loss_context_manager():
-                found: Any = self.compute_loss(model, batch, num_items_in_batch=num_items_in_batch)
+                found: torch.Tensor = compute(model, batch, num_items_in_batch=num_items_in_batch)
             return found / share
 
         mean: torch.Tensor = optimizer.accumulate(loss)
         return mean.to(self.args.device)
+
+    def paired_losses(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """(2,): the losses of the two halves of the batch, doubled; each is what `compute_loss` would find for the batch.
+
+        Raises InputError for a model without transformers' `loss_function`, and with label smoothing.
+        """
+        plain: Any = self.accelerator.unwrap_model(model)
+        if "labels" not in inputs or not hasattr(plain, "loss_function") or self.label_smoother is not None:
+            raise InputError(
+                "paired=True needs a model of transformers, labels in its inputs and no label smoothing; this task has something else. Leave "
+                "paired out: both points are then evaluated one after the other"
+            )
+        logits = model(**doubled({key: value for key, value in inputs.items() if key != "labels"})).logits
+        facts = {"labels": inputs["labels"], "vocab_size": getattr(plain.config, "vocab_size", None), "config": plain.config,
+                 "num_items_in_batch": num_items_in_batch}  # fmt: skip
+        losses = torch.stack(
+            [plain.loss_function(logits=half, pooled_logits=half, **facts) for half in logits.chunk(2)]
+        )
+        if (
+            self.args.average_tokens_across_devices
+            and self.model_accepts_loss_kwargs
+            and num_items_in_batch is not None
+        ):
+            losses = losses * (self.accelerator.num_processes // self.get_tp_size())  # as compute_loss does
+        return losses
 
 
 class ZerothOrderTrainer(ZerothOrderTrainerMixin, Trainer):
@@ -110,8 +138,9 @@ def said_of(optimizer: LOZOPlus) -> dict[str, Any]:
 
 def state_bytes(optimizer: LOZOPlus) -> int:
     """Bytes of what the optimiser keeps for its matrices, and of exact values of the other parameters."""
-    parts = [getattr(m, part) for m in optimizer.matrices for part in ("basis", "free", "sums", "momentum", "kept")]
-    return sum(t.numel() * t.element_size() for t in [*parts, *(noisy.exact for noisy in optimizer.noisy)])
+    parts = [getattr(matrix, part) for matrix in optimizer.matrices for part in PARTS]
+    exact = [noisy.exact for noisy in optimizer.noisy if noisy.exact is not None]
+    return sum(t.numel() * t.element_size() for t in [*parts, *exact])
 
 
 # --- replay ---
@@ -122,7 +151,7 @@ def save_log(optimizer: LOZOPlus, path: str | Path) -> None:
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     facts = {"settings": optimizer.settings, "blocks": len(optimizer._blocks), "groups": groups, "names": [m.name for m in optimizer.matrices],
              "noisy": [noisy.name for noisy in optimizer.noisy]}  # fmt: skip
-    width = 1 + len(groups)
+    width = optimizer.settings["candidates"] + len(groups)
     with replacing(Path(path)) as temporary:
         save_file(
             {"records": torch.tensor(optimizer.records, dtype=torch.float64).view(-1, width)},
@@ -151,10 +180,11 @@ def replay(model: nn.Module, log: str | Path) -> LOZOPlus:
         )
     for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
         group |= {key: saved[key] for key in ("eps", "beta", "weight_decay")}
-    for c, *rates in records:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    k = settings["candidates"]
+    for record in records:
+        for group, rate in zip(optimizer.param_groups, record[k:], strict=True):
             group["lr"] = rate
-        optimizer._finish(c, optimizer._begin_step())
+        optimizer._finish(record[:k])
     optimizer.fold()
     return optimizer
 
@@ -165,7 +195,7 @@ def replay(model: nn.Module, log: str | Path) -> LOZOPlus:
 @torch.no_grad()
 def save_as_lora(optimizer: LOZOPlus, directory: Path) -> None:
     """The optimiser's sum of changes as a LoRA adapter directory (scaling 1), its rank that of the largest change."""
-    rank = max((left.shape[1] for left, _ in optimizer.changes.values()), default=1)
+    rank = max((matrix.grown[0].shape[1] for matrix in optimizer.matrices if matrix.grown), default=1)
     shell = nn.Module()
     targets = []
     for matrix in optimizer.matrices:
@@ -175,7 +205,7 @@ def save_as_lora(optimizer: LOZOPlus, directory: Path) -> None:
             if part not in place._modules:
                 place.add_module(part, nn.Module())
             place = place._modules[part]
-        inputs, outputs = matrix.p.shape if isinstance(matrix.module, Conv1D) else matrix.p.shape[::-1]
+        inputs, outputs = matrix.shape if isinstance(matrix.module, Conv1D) else matrix.shape[::-1]
         layer = Conv1D(outputs, inputs) if isinstance(matrix.module, Conv1D) else nn.Linear(inputs, outputs, bias=False)
         place.add_module(last, layer.to("meta"))
         targets.append(matrix.name.removesuffix(".weight"))
@@ -184,9 +214,7 @@ def save_as_lora(optimizer: LOZOPlus, directory: Path) -> None:
     adapted: Any = get_peft_model(shell, config)
     for matrix, name in zip(optimizer.matrices, targets, strict=True):
         layer = adapted.base_model.model.get_submodule(name)
-        left, right = optimizer.changes.get(
-            matrix.name, (torch.zeros(matrix.p.shape[0], 0), torch.zeros(matrix.p.shape[1], 0))
-        )
+        left, right = matrix.grown or [torch.zeros(size, 0) for size in matrix.shape]
         inner, outer = (left, right) if isinstance(matrix.module, Conv1D) else (right, left)
         a, b = torch.zeros(rank, len(inner)), torch.zeros(len(outer), rank)
         a[: inner.shape[1]], b[:, : outer.shape[1]] = inner.T, outer

@@ -18,8 +18,8 @@ directions the alignment a = E[c^2] / ||G||^2 is 1; here it grows, and min_t ||G
 In `mode="hook"` the weights are not touched within a period: layers add the low-rank change to their output, so perturbing is exact and
 16-bit weights lose nothing. It is folded in (16-bit weights by stochastic rounding) at the end of a period, or by `fold()`.
 
-Scale: DDP all-reduces two numbers a step; randomness is drawn on the CPU from (seed, step), so all ranks agree. Sharded parameters (FSDP,
-DeepSpeed) are refused.
+Scale: DDP all-reduces two numbers a step; randomness is drawn on the CPU from (seed, step), so all ranks agree. With sharded parameters
+(FSDP2, tensor parallelism) every rank holds u and b in full, they are thin, and folds its part. FSDP1 and DeepSpeed are refused.
 
 Source: "LOZO+: Provably Efficient Zeroth-Order Fine-Tuning via Greedy Low-Rank Subspace Selection" (ICML 2026); its listing was not available, so
 the mechanism above is derived from its abstract. Baselines: LOZO, arXiv 2410.07698 (`algo="lozo"`), MeZO, arXiv 2305.17333 (`algo="mezo"`).
@@ -31,7 +31,6 @@ import contextlib
 import math
 import statistics
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -39,20 +38,20 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from transformers.pytorch_utils import Conv1D
 
-from acclimate.optim.groups import decay_groups, embeddings_and_heads
+from acclimate.optim.groups import decay_groups
 from acclimate.optim.perturbation import Matrix, Noisy, generator_of
-from acclimate.optim.sharding import check_not_flattened, processes
+from acclimate.optim.perturbed_parameters import in_blocks, sort_parameters
+from acclimate.optim.sharding import processes
 from acclimate.prefix import evaluation_mode
 
 Algo = Literal["lozo+", "lozo", "mezo"]
 Mode = Literal["hook", "inplace"]
 Closure = Callable[[], Any]
 
-BLOCK_ROWS = 20_000  # most rows of all matrices that are perturbed together
 PATIENCE = 20  # losses in a row that are not finite, or do not change
 CHECK_EVERY = 100  # steps after which ranks compare what they have done
 _DIRECTION, _BASIS, _NOISE, _ROUNDING = range(4)  # what random numbers are for
@@ -127,17 +126,25 @@ class LOZOPlus(torch.optim.Optimizer):
         Also biases and norms, with Gaussian noise.
     exclude
         Words: parameters with one of them in their name stay; None: embeddings and the output head do.
+    grow
+        Train the model's quantised linear layers, which stay as they are: what is found becomes an adapter on them, at most `adapter_rank` wide.
+    paired
+        Both points in one forward pass of twice the batch: the closure runs the model on `doubled(batch)`, whose first half is evaluated at
+        W + eps Z and the second at W - eps Z, and returns the losses of both halves. Linear layers alone can do it.
+    candidates
+        Directions a step, whose changes are averaged. Processes share them out: each is measured on the batch of the process that has it
+        (with sharded parameters, all on all).
     clip_c
         c is clipped to this many times its running root mean square.
     noise_floor
         |c| below it is taken for rounding and the step left out; "auto": 4 |F| ulp / (2 eps).
     adapter_rank
-        Also keep the sum of all changes as factors of this rank, for `export_adapter`.
+        Also keep the sum of all changes as factors of this rank, for `export_adapter`; of quantised layers it is kept anyway (64).
 
     Raises
     ------
     ValueError
-        Arguments out of range, no matrix to train. RuntimeError: half precision in place, sharded parameters.
+        Arguments out of range, no matrix to train. RuntimeError: half precision in place, flattened parameters.
     """
 
     forward_only = True
@@ -161,6 +168,9 @@ class LOZOPlus(torch.optim.Optimizer):
         blocks: int | Literal["auto"] = "auto",
         train_1d: bool = False,
         exclude: Sequence[str] | None = None,
+        grow: bool = False,
+        paired: bool = False,
+        candidates: int = 1,
         seed: int = 0,
         clip_c: float | None = None,
         noise_floor: float | Literal["auto"] = "auto",
@@ -169,21 +179,29 @@ class LOZOPlus(torch.optim.Optimizer):
     ) -> None:
         plus = algo == "lozo+"
         probes = probes if plus else 0
-        _check(algo, mode, rank, period, threshold, probes, blocks)
+        _check(algo, mode, rank, period, threshold, probes, blocks, candidates)
         super().__init__(params, {"lr": lr, "eps": eps, "beta": beta, "weight_decay": weight_decay})
         for group in self.param_groups:
             _check_group(group)
         self.settings: dict[str, Any] = {
             "algo": algo, "mode": mode, "rank": rank, "period": period, "threshold": threshold, "probes": probes, "seed": seed,
-            "clip_c": clip_c, "noise_floor": noise_floor,
+            "clip_c": clip_c, "noise_floor": noise_floor, "grow": grow, "paired": paired, "candidates": candidates, "adapter_rank": adapter_rank,
         }  # fmt: skip
         self.model = model
-        self.adapter_rank = adapter_rank
-        self.matrices, self.noisy = self._sort(exclude, train_1d, allow_drift)
+        self._shards = [m for m in model.modules() if isinstance(m, FSDPModule)] if model is not None else []
+        self._gather_anew()
+        self.matrices, self.noisy = sort_parameters(
+            self.param_groups, model, self.settings, exclude, train_1d, allow_drift
+        )
+        self._is_sharded = any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
+        self._in_place = bool(self.noisy) or any(matrix.module is None for matrix in self.matrices)
+        if paired and self._in_place:
+            raise ValueError(
+                "paired=True perturbs outputs of linear layers alone, and other parameters are trained too"
+            )
         self._probes = [int((i + 0.5) * period / probes) for i in range(probes)]  # their places in a period
-        self._blocks = _blocks(self.matrices, blocks if plus else 1)
+        self._blocks = in_blocks(self.matrices, blocks if plus else 1)
         self.sides: list[dict[str, Any]] = [{"right": True, "selected": [False] * rank} for _ in self._blocks]
-        self.changes: dict[str, tuple[Tensor, Tensor]] = {}  # L, R of all changes, with `adapter_rank`
         self.counts = dict.fromkeys(
             ("step", "period", "in_period", "accepted", "below_noise", "not_finite", "equal", "lost"), 0
         )
@@ -192,63 +210,13 @@ class LOZOPlus(torch.optim.Optimizer):
         ] = []  # of each period: last step, mean c^2, that of random directions, columns kept
         self.records: list[
             float
-        ] = []  # of each step: c (nan where it was left out) and the learning rate of each group
+        ] = []  # of each step: c of each candidate (nan where it was left out), and the learning rate of each group
         self.rms = 0.0  # of c
         self._open: dict[str, Any] | None = None
+        self._drawn: tuple[int, int] | None = None  # step and candidate that the matrices' draws are of
         self.energy = self._no_energy()
         if self.matrices:
             self._start_period()
-
-    def _sort(self, exclude: Sequence[str] | None, train_1d: bool, drift: bool) -> tuple[list[Matrix], list[Noisy]]:
-        """The parameters that are trained, by how they are perturbed."""
-        names: dict[int, str] = {}
-        layers: dict[int, nn.Module] = {}
-        spared: set[int] = set()
-        owners: Counter[int] = Counter()
-        if self.model is not None:
-            names = {id(p): name for name, p in self.model.named_parameters()}
-            owners = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
-            layers = {id(m.weight): m for m in self.model.modules() if isinstance(m, nn.Linear | Conv1D)}
-            if exclude is None:
-                embeddings, heads = embeddings_and_heads(self.model)
-                spared = embeddings | heads
-        matrices: list[Matrix] = []
-        noisy: list[Noisy] = []
-        in_place = []
-        for number, group in enumerate(self.param_groups):
-            for place, p in enumerate(group["params"]):
-                name = names.get(id(p), f"parameter {place} of group {number}")
-                if not p.requires_grad or id(p) in spared or any(word in name for word in exclude or ()):
-                    continue
-                check_not_flattened(name, p)
-                if isinstance(p, DTensor):
-                    raise RuntimeError(f"'{name}' is sharded (FSDP2), and LOZO+ needs whole parameters: use DDP")
-                if self.settings["algo"] == "mezo" or (p.ndim != 2 and train_1d):
-                    noisy.append(Noisy(name, p, group))
-                elif p.ndim == 2:
-                    # a weight that several modules share acts in more places than one output
-                    hooked = self.settings["mode"] == "hook" and owners[id(p)] == 1
-                    layer = layers.get(id(p)) if hooked else None
-                    if layer is None:
-                        in_place.append(name)
-                        if p.element_size() < 4 and not drift:
-                            raise RuntimeError(
-                                f"'{name}' is {p.dtype} and would be perturbed in place, where rounding makes it drift: train it in "
-                                "float32, leave it out (exclude), or say allow_drift=True"
-                            )
-                    least = min(self.settings["rank"], *p.shape)
-                    matrices.append(Matrix(name, p, group, layer, least, self.settings["probes"]))
-        if not matrices and not noisy:
-            raise ValueError(
-                "there is no matrix to train: LOZO+ moves parameters of two dimensions, and leaves embeddings and the output head alone "
-                "(exclude=() trains them too)"
-            )
-        if in_place and self.settings["mode"] == "hook" and self.model is not None:
-            warnings.warn(
-                f"{len(in_place)} matrices are perturbed in place, e.g. '{in_place[0]}': no linear layer has them for itself",
-                stacklevel=4,
-            )
-        return matrices, noisy
 
     # --- periods ---
 
@@ -279,7 +247,7 @@ class LOZOPlus(torch.optim.Optimizer):
             basis = torch.randn(matrix.sizes[0], matrix.rank, generator=generator)
             if self.settings["algo"] == "lozo+":
                 basis *= matrix.sizes[0] ** 0.5 / basis.norm(dim=0)
-            basis = basis.to(matrix.p.device)
+            basis = basis.to(matrix.device)
             if len(matrix.kept):
                 basis[:, : matrix.kept.shape[1]] = matrix.kept
             if matrix.group["beta"] and len(before):
@@ -309,57 +277,83 @@ class LOZOPlus(torch.optim.Optimizer):
 
     # --- steps ---
 
-    def _begin_step(self) -> dict[str, Any]:
-        """Choose the direction of this step and draw it."""
-        t, rank = self.counts["in_period"], self.settings["rank"]
+    def _choose(self, candidate: int = 0) -> tuple[bool, int]:
+        """Draw a direction of this step, if it is not there yet; returns whether it is a fresh one (a probe), and its column."""
+        t, rank, k = self.counts["in_period"], self.settings["rank"], self.settings["candidates"]
         before = sum(place < t for place in self._probes)
-        probe, column = t in self._probes, (t - before) % rank
-        generator = self._random(_DIRECTION, self.counts["step"])
+        probe, column = t in self._probes, ((t - before) * k + candidate) % rank
+        if self._drawn == (self.counts["step"], candidate):
+            return probe, column
+        self._drawn = (self.counts["step"], candidate)
+        generator = self._random(_DIRECTION, self._number(candidate))
         for matrix in self._active:
             place = slice(column, min(column + 1, matrix.rank))
             if self.settings["algo"] == "lozo":
                 place = slice(0, matrix.rank)
             elif probe:
-                place = slice(matrix.rank + before, matrix.rank + before + 1)
+                own = matrix.rank + before * k + candidate
+                place = slice(own, own + 1)
                 b = torch.randn(matrix.sizes[0], 1, generator=generator)
-                matrix.basis[:, place] = (b * len(b) ** 0.5 / b.norm()).to(matrix.p.device)
+                matrix.basis[:, place] = (b * len(b) ** 0.5 / b.norm()).to(matrix.device)
             elif column >= matrix.rank:  # of a matrix with fewer columns, which rests
                 place = slice(0, 0)
             matrix.choose(place, generator)
-        return {"losses": [0.0, 0.0], "dtype": torch.float32, "probe": probe, "column": column}
+        return probe, column
 
-    def _noise(self) -> Iterator[tuple[Noisy, Tensor]]:
+    def _number(self, candidate: int) -> int:
+        """Of a direction, among all."""
+        return self.counts["step"] * int(self.settings["candidates"]) + candidate
+
+    def _noise(self, candidate: int = 0) -> Iterator[tuple[Noisy, Tensor]]:
         """The same noise whenever it is asked for within a step, a parameter at a time."""
-        generator = self._random(_NOISE, self.counts["step"])
+        generator = self._random(_NOISE, self._number(candidate))
         for noisy in self.noisy:
-            z = torch.randn(noisy.p.shape, generator=generator, dtype=noisy.exact.dtype)
-            yield noisy, z.to(noisy.p.device)
+            yield noisy, noisy.draw(generator)
 
     @contextlib.contextmanager
-    def _moved(self, sign: float) -> Iterator[None]:
+    def _moved(self, sign: float, candidate: int, *, paired: bool = False) -> Iterator[None]:
         """The weights at W + sign eps Z; afterwards, whatever happens, at W."""
         try:
             for matrix in self._active:
-                matrix.perturb(sign * matrix.group["eps"])
-            for noisy, z in self._noise():
+                matrix.perturb(sign * matrix.group["eps"], paired=paired)
+            for noisy, z in self._noise(candidate):
                 noisy.perturb(sign * noisy.group["eps"], z)
+            if self._in_place:
+                self._gather_anew()
             yield
         finally:
             for matrix in self._active:
                 matrix.perturb(-sign * matrix.group["eps"] if matrix.module is None else 0.0)
-            for noisy in self.noisy:
-                noisy.settle()
+            for noisy, z in self._noise(candidate):
+                noisy.settle(sign * noisy.group["eps"], z)
+            if self._in_place:
+                self._gather_anew()
+
+    def _gather_anew(self) -> None:
+        """FSDP2's root keeps what it has gathered; after shards have changed, that must go."""
+        for module in self._shards:
+            module.reshard()
 
     def _evaluating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.model is None else evaluation_mode(self.model)
 
-    def _at_both(self, closure: Closure, opened: dict[str, Any], reach: float = 1.0) -> list[float]:
+    def _at_both(self, closure: Closure, opened: dict[str, Any], reach: float = 1.0, candidate: int = 0) -> list[float]:
         """The losses at W + reach eps Z and W - reach eps Z."""
+        self._choose(candidate)
+        if self.settings["paired"]:
+            with self._moved(reach, candidate, paired=True):
+                return _evaluate(closure, opened, 2)
         losses = []
         for sign in (reach, -reach):
-            with self._moved(sign):
-                losses.append(_evaluate(closure, opened))
+            with self._moved(sign, candidate):
+                losses += _evaluate(closure, opened)
         return losses
+
+    @property
+    def _own(self) -> list[int]:
+        """The candidates that this process evaluates: all where the others need it for each forward pass."""
+        k, rank = self.settings["candidates"], dist.get_rank() if processes() > 1 else 0
+        return [i for i in range(k) if self._is_sharded or i % processes() == rank % k]
 
     @torch.no_grad()
     def accumulate(self, closure: Closure) -> Tensor:
@@ -368,16 +362,20 @@ class LOZOPlus(torch.optim.Optimizer):
         Raises ValueError for a closure that calls backward or returns a loss with a gradient. What the closure raises itself goes through,
         with the weights where they were.
         """
-        opened = self._open or self._begin_step()
+        opened = self._open or {"losses": [0.0, 0.0] * self.settings["candidates"], "dtype": torch.float32}
+        sums, mean = list(opened["losses"]), 0.0
         with self._evaluating():
-            losses = self._at_both(closure, opened)
-        opened["losses"] = [known + new for known, new in zip(opened["losses"], losses, strict=True)]
+            for i in self._own:
+                for sign, loss in enumerate(self._at_both(closure, opened, candidate=i)):
+                    sums[2 * i + sign] += loss
+                    mean += loss / (2 * len(self._own))
+        opened["losses"] = sums
         self._open = opened  # not before: closures call zero_grad()
-        return torch.tensor((losses[0] + losses[1]) / 2)
+        return torch.tensor(mean)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, grad_scaler: Any = None) -> Tensor:  # type: ignore[override]
-        """One step, from `closure` or from what was accumulated. Returns the mean of both losses.
+        """One step, from `closure` or from what was accumulated. Returns the mean of the losses.
 
         Raises RuntimeError with neither, or under a GradScaler; FloatingPointError when no loss was finite 20 times in a row.
         """
@@ -391,9 +389,10 @@ class LOZOPlus(torch.optim.Optimizer):
                 "ZerothOrderTrainerMixin in front of its class, or use ZerothOrderTrainer"
             )
         opened, self._open = self._open, None
-        plus, minus = self._over_ranks(opened["losses"])
-        self._finish(self._judge(plus, minus, opened["dtype"]), opened)
-        return torch.tensor((plus + minus) / 2)
+        losses = self._over_ranks(opened["losses"])
+        pairs = list(zip(losses[::2], losses[1::2], strict=True))
+        self._finish([self._judge(plus, minus, opened["dtype"]) for plus, minus in pairs])
+        return torch.tensor(statistics.fmean(losses))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget what was accumulated: the step starts anew, in the same direction."""
@@ -431,19 +430,28 @@ class LOZOPlus(torch.optim.Optimizer):
             c = max(-limit, min(limit, c))
         return c
 
-    def _finish(self, c: float, opened: Mapping[str, Any]) -> None:
-        """Move along the direction of this step, note what c says of it, and end the period where it is over."""
-        self.records += [c, *(float(group["lr"]) for group in self.param_groups)]
-        if not math.isnan(c):
+    def _finish(self, slopes: Sequence[float]) -> None:
+        """Move along the directions of this step, note what their c say of them, and end the period where it is over."""
+        self.records += [*slopes, *(float(group["lr"]) for group in self.param_groups)]
+        decayed = False
+        for candidate, c in enumerate(slopes):
+            if math.isnan(c):
+                continue
             self.counts["accepted"] += 1
+            probe, column = self._choose(candidate)
+            part = c / len(slopes)
             for matrix in self._active:
-                self._move(matrix, c * self._share(matrix.group), opened["probe"])
-            for noisy, z in self._noise():
+                self._move(matrix, part * self._share(matrix.group), probe, decay=not decayed)
+            for noisy, z in self._noise(candidate):
                 group = noisy.group
-                noisy.move(group["lr"], c * self._share(group) * z, group["weight_decay"])
-            self._note(c, opened["probe"], opened["column"])
+                noisy.move(group["lr"], part * self._share(group) * z, 0.0 if decayed else group["weight_decay"])
+            decayed = True
+            self._note(c, probe, column)
+        if self._in_place:
+            self._gather_anew()
         for matrix in self.matrices:
             matrix.draw = torch.empty(0)
+        self._drawn = None
         self.counts["step"] += 1
         self.counts["in_period"] += 1
         if self.matrices and self.counts["in_period"] == self.settings["period"]:
@@ -455,7 +463,7 @@ class LOZOPlus(torch.optim.Optimizer):
         """Groups that are perturbed by more than the first count for more in c."""
         return float(self.param_groups[0]["eps"] / group["eps"])
 
-    def _move(self, matrix: Matrix, c: float, probe: bool) -> None:
+    def _move(self, matrix: Matrix, c: float, probe: bool, *, decay: bool) -> None:
         if not matrix.draw.numel():
             return
         group, found = matrix.group, c * matrix.draw
@@ -464,7 +472,7 @@ class LOZOPlus(torch.optim.Optimizer):
                 matrix.sums[:, matrix.place] += found
             if group["beta"]:
                 found = matrix.momentum[:, matrix.place].mul_(group["beta"]).add_(found, alpha=1 - group["beta"])
-        matrix.move(group["lr"], found, group["weight_decay"])
+        matrix.move(group["lr"], found, group["weight_decay"] if decay else 0.0)
 
     def _note(self, c: float, probe: bool, column: int) -> None:
         kinds = ["all"]
@@ -479,18 +487,27 @@ class LOZOPlus(torch.optim.Optimizer):
 
     # --- processes ---
 
-    def _over_ranks(self, values: Sequence[float]) -> list[float]:
-        """Means over processes."""
+    def _over_ranks(self, losses: Sequence[float]) -> list[float]:
+        """Two losses of each candidate: their means over the processes that evaluated it."""
         if processes() == 1:
-            return list(values)
+            return list(losses)
+        own = self._own
+        flags = [float(i in own) for i in range(len(losses) // 2)]
         device = next(p.device for group in self.param_groups for p in group["params"])
-        both = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(both)
-        return [float(value) / processes() for value in both]
+        sums = torch.tensor([*losses, *flags], dtype=torch.float64, device=device)
+        dist.all_reduce(sums)
+        found = sums.tolist()
+        counts = found[len(losses) :]
+        return [loss / counts[i // 2] for i, loss in enumerate(found[: len(losses)])]
 
     def _compare_ranks(self) -> None:
         mine = math.fsum(value for value in self.records if not math.isnan(value))
-        if not math.isclose(self._over_ranks([mine])[0], mine, rel_tol=1e-9, abs_tol=1e-12):
+        device = next(p.device for group in self.param_groups for p in group["params"])
+        sums = torch.tensor([mine, -mine], dtype=torch.float64, device=device)
+        if processes() > 1:
+            dist.all_reduce(sums, op=dist.ReduceOp.MAX)
+        largest, least = float(sums[0]), -float(sums[1])
+        if not math.isclose(largest, least, rel_tol=1e-9, abs_tol=1e-12):
             raise RuntimeError("the ranks took different steps: they need the same model, seed and learning rates")
 
     # --- results ---
@@ -500,9 +517,8 @@ class LOZOPlus(torch.optim.Optimizer):
         """Put what was found into the weights; before, the layers only act as if it were there. Call it before the model is saved."""
         generator = self._random(_ROUNDING, self.counts["step"])
         for matrix in self.matrices:
-            change = matrix.fold(generator)
-            if change is not None and self.adapter_rank is not None:
-                self.changes[matrix.name] = _added(self.changes.get(matrix.name), change, self.adapter_rank)
+            matrix.fold(generator)
+        self._gather_anew()
 
     def detach(self) -> None:
         """Fold, and take the hooks off the model; the optimiser is not to be used any more."""
@@ -534,9 +550,11 @@ class LOZOPlus(torch.optim.Optimizer):
         curvatures = []
         with self._evaluating():
             for _ in range(n):
-                opened = self._begin_step()
-                losses = self._at_both(closure, opened, reach)
-                curvatures.append((sum(losses) - 2 * _evaluate(closure, opened)) / h**2)
+                losses, here = (
+                    self._at_both(closure, {}, reach),
+                    _evaluate(closure, {}, 2 if self.settings["paired"] else 1),
+                )
+                curvatures.append((sum(losses) - 2 * statistics.fmean(here)) / h**2)
                 self.counts["step"] += 1
         self.counts["step"] = step
         positive = [value for value in curvatures if value > 0]
@@ -545,13 +563,13 @@ class LOZOPlus(torch.optim.Optimizer):
         return 0.5 / statistics.median(positive)
 
     def export_adapter(self, directory: str | Path) -> None:
-        """Write the sum of all changes, cut to `adapter_rank`, as a PEFT LoRA of the weights before training.
+        """Write the sum of all changes, cut to `adapter_rank`, as a PEFT LoRA of the weights before training (of quantised ones: as they are).
 
         Raises RuntimeError without `adapter_rank`, or where not every trained matrix belongs to a linear layer.
         """
         from acclimate.optim.forward_only import save_as_lora
 
-        if self.adapter_rank is None:
+        if any(matrix.adapter_rank is None for matrix in self.matrices):
             raise RuntimeError(
                 "export_adapter needs the sum of all changes: make the optimiser with adapter_rank=64, say"
             )
@@ -568,20 +586,16 @@ class LOZOPlus(torch.optim.Optimizer):
         """Tensors, numbers and strings alone: all that a resumed run needs to go on bit for bit. Raises RuntimeError within a step."""
         if self._open is not None:
             raise RuntimeError("a step has been accumulated and not finished: call step() before state_dict()")
-        parts = ("basis", "free", "sums", "momentum", "kept")
         return {
             **super().state_dict(),
             "lozo": {
                 "settings": self.settings,
-                "matrices": [
-                    {"name": m.name, "right": m.right, "used": m.used, "scale": m.scale, **{part: getattr(m, part) for part in parts}}
-                    for m in self.matrices
-                ],
-                "noisy": [{"name": noisy.name, "exact": noisy.exact} for noisy in self.noisy],
+                "matrices": [matrix.saved() for matrix in self.matrices],
+                "noisy": [noisy.saved() for noisy in self.noisy],
                 "sides": [{**side, "selected": list(side["selected"])} for side in self.sides],
                 "energy": {key: list(values) for key, values in self.energy.items()},
                 "counts": dict(self.counts), "history": [list(row) for row in self.history], "records": list(self.records),
-                "rms": self.rms, "changes": {name: list(factors) for name, factors in self.changes.items()},
+                "rms": self.rms,
             },
         }  # fmt: skip
 
@@ -602,19 +616,16 @@ class LOZOPlus(torch.optim.Optimizer):
         # groups are new dictionaries now
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         for matrix, saved in zip(self.matrices, state["matrices"], strict=True):
-            matrix.group = groups[id(matrix.p)]
-            for part in ("basis", "free", "sums", "momentum", "kept"):
-                setattr(matrix, part, saved[part].to(matrix.p.device, copy=True))
-            matrix.right, matrix.used, matrix.scale = saved["right"], saved["used"], saved["scale"]
+            matrix.group = self.param_groups[0] if matrix.p is None else groups[id(matrix.p)]
+            matrix.load(saved)
         for noisy, saved in zip(self.noisy, state["noisy"], strict=True):
             noisy.group = groups[id(noisy.p)]
-            noisy.exact = saved["exact"].to(noisy.p.device, copy=True)
+            noisy.load(saved)
         self.sides = [{**side, "selected": list(side["selected"])} for side in state["sides"]]
         self.energy = {key: list(values) for key, values in state["energy"].items()}
         self.counts, self.rms = dict(state["counts"]), state["rms"]
         self.history, self.records = [list(row) for row in state["history"]], list(state["records"])
-        self.changes = {name: (factors[0], factors[1]) for name, factors in state["changes"].items()}
-        self._open = None
+        self._open = self._drawn = None
 
     def run_callbacks(self, directory: Path) -> list[TrainerCallback]:
         """What `acclimate tune` adds to a run."""
@@ -630,7 +641,19 @@ class LOZOPlusFactory:
         return LOZOPlus(decay_groups(model), model=model, **options)
 
 
-def _evaluate(closure: Closure, opened: dict[str, Any]) -> float:
+def doubled(batch: Any) -> Any:
+    """A batch twice, one after the other: every tensor (B, ..) in it as (2B, ..). For closures under `paired=True`."""
+    if isinstance(batch, Tensor):
+        return torch.cat([batch, batch])
+    if isinstance(batch, Mapping):
+        return {key: doubled(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(doubled(value) for value in batch)
+    return batch
+
+
+def _evaluate(closure: Closure, opened: dict[str, Any], count: int = 1) -> list[float]:
+    """The loss that the closure returns, or its `count` losses."""
     try:
         loss = closure()
     except RuntimeError as error:
@@ -639,45 +662,33 @@ def _evaluate(closure: Closure, opened: dict[str, Any]) -> float:
                 "the closure calls backward(); LOZO+ needs the loss alone: return it and nothing else"
             ) from error
         raise
-    if not isinstance(loss, Tensor):
-        return float(loss)
-    if loss.requires_grad:
-        raise ValueError("the closure returns a loss with a gradient: do not enable gradients in it")
-    if loss.is_floating_point():
-        opened["dtype"] = loss.dtype
-    return float(loss.double())
+    losses = (
+        [loss]
+        if count == 1
+        else list(loss)
+        if isinstance(loss, Sequence) or (isinstance(loss, Tensor) and loss.ndim)
+        else []
+    )
+    if len(losses) != count:
+        raise ValueError(
+            "with paired=True the closure returns two losses, of the two halves of the batch that `doubled` makes"
+        )
+    for one in losses:
+        if isinstance(one, Tensor) and one.requires_grad:
+            raise ValueError("the closure returns a loss with a gradient: do not enable gradients in it")
+        if isinstance(one, Tensor) and one.is_floating_point():
+            opened["dtype"] = one.dtype
+    return [float(one.double()) if isinstance(one, Tensor) else float(one) for one in losses]
 
 
-def _added(known: tuple[Tensor, Tensor] | None, new: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """L (m, k), R (n, k) of the sum of two changes, the best of `rank` where they have more."""
-    left, right = (torch.cat([a, b], dim=1) for a, b in zip(known, new, strict=True)) if known else new
-    if left.shape[1] <= rank:
-        return left, right
-    (Q, S), (P, T) = torch.linalg.qr(left.double()), torch.linalg.qr(right.double())
-    U, sigma, Vt = torch.linalg.svd(S @ T.T, full_matrices=False)
-    cut = slice(rank)
-    return (Q @ (U[:, cut] * sigma[cut])).to(left), (P @ Vt[cut].T).to(right)
-
-
-def _blocks(matrices: Sequence[Matrix], blocks: int | Literal["auto"]) -> list[list[Matrix]]:
-    """Neighbouring matrices in groups of at most BLOCK_ROWS rows together, or in `blocks` groups of about equal rows."""
-    rows = sum(matrix.p.shape[0] for matrix in matrices)
-    most = BLOCK_ROWS if blocks == "auto" else rows / blocks
-    found: list[list[Matrix]] = [[]]
-    count = 0.0
-    for matrix in matrices:
-        if found[-1] and count + matrix.p.shape[0] > most:
-            found.append([])
-            count = 0.0
-        found[-1].append(matrix)
-        count += matrix.p.shape[0]
-    return found
-
-
-def _check(algo: str, mode: str, rank: int, period: int, threshold: float, probes: int, blocks: int | str) -> None:
+def _check(
+    algo: str, mode: str, rank: int, period: int, threshold: float, probes: int, blocks: int | str, candidates: int
+) -> None:
     for name, value, known in (("algo", algo, get_args(Algo)), ("mode", mode, get_args(Mode))):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+    if candidates < 1:
+        raise ValueError(f"candidates is at least 1, not {candidates}")
     if rank < 1 or probes < 0:
         raise ValueError(f"rank is at least 1 and probes at least 0, not {rank} and {probes}")
     if period <= probes + rank:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def processes() -> int:
@@ -37,6 +37,13 @@ def refuse_unsupported(parameters: Iterable[Tensor]) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(whole: Tensor, p: Tensor) -> Tensor:
+    """A tensor of p's shape that every process has whole, sharded as p is: each takes its part, and nothing is sent."""
+    return (
+        distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else whole
+    )
 
 
 def shard_axis(p: DTensor) -> int | None:
