@@ -868,6 +868,14 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert bool(found["fsdp1"][0])
 
 
+def test_orthogonalisation_may_be_compiled() -> None:
+    """A batch, a single matrix, and ones large enough to be taken one by one."""
+    torch._dynamo.reset()
+    for shape in ((2, 12, 7), (5, 9), (2, 256, 300)):
+        d = matrix(*shape)
+        torch.testing.assert_close(msign(d, compile="aot_eager"), msign(d), rtol=1e-9, atol=1e-9)
+
+
 def test_polar_factor_is_what_svd_uses() -> None:
     d = matrix(7, 4)
     torch.testing.assert_close(msign(d, "svd"), polar_factor(d))

@@ -30,6 +30,7 @@ NS5: Triple = (3.4445, -4.7750, 2.0315)
 MARGIN = {"polar_express": 1.1, "ns5": 1.0}
 GRAM_FROM = 4  # long side / short side from which the steps on the Gram matrix are faster
 GRAM_UP_TO = 512  # short side; above it a GPU is faster in bfloat16
+ALONE_FROM = 256  # short side from which a CPU multiplies matrices faster one by one than as a batch
 LOWEST, CUSHION, SAFETY = 1e-3, 0.02, 1.01  # of Polar Express: smallest singular value aimed at, and two guards
 
 
@@ -78,12 +79,17 @@ def triples(method: OrthogonalMethod, steps: int) -> list[Triple]:
 
 
 def msign(
-    d: Tensor, method: OrthogonalMethod = "polar_express", steps: int = 5, dtype: torch.dtype | None = None
+    d: Tensor,
+    method: OrthogonalMethod = "polar_express",
+    steps: int = 5,
+    dtype: torch.dtype | None = None,
+    *,
+    compile: bool | str = False,
 ) -> Tensor:
     """About U V^T (..., m, n) of matrices D = U S V^T (..., m, n); exactly 0 for D = 0.
 
     Computed, and returned, in `dtype` (None: see `fast_dtype`). "svd" takes float64 inside and leaves directions below 1e-6 of the
-    largest singular value out.
+    largest singular value out. `compile`: True, or a backend of torch.compile, for the steps on whole matrices.
     """
     dtype = dtype or fast_dtype(d)
     if method == "svd":
@@ -98,14 +104,28 @@ def msign(
     x = x / torch.where(norm > 0, norm, 1.0) if margin == 1 else x / torch.where(norm > 0, margin * norm, 1.0)
     tall = x.shape[-2] > x.shape[-1]
     batch = (x.mT if tall else x).reshape(-1, short, long)
-    alone = len(batch) == 1  # plain products are faster than batches of one
-    batch, add_product = (batch[0], torch.addmm) if alone else (batch, torch.baddbmm)
-    for a, b, c in coefficients:
-        gram = batch @ batch.mT
-        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
-        batch = add_product(batch, polynomial, batch, beta=a)
+    iterated = _compiled("inductor" if compile is True else compile) if compile else _iterated
+    if batch.device.type == "cpu" and short >= ALONE_FROM:
+        batch = torch.stack([iterated(one, coefficients) for one in batch])
+    else:
+        batch = iterated(batch, coefficients)
     x = batch.reshape(*x.shape[:-2], short, long)
     return x.mT if tall else x
+
+
+def _iterated(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """X (.., m, n), m <= n, after the steps."""
+    add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
+    return x
+
+
+@lru_cache
+def _compiled(backend: str) -> Callable[..., Tensor]:
+    return torch.compile(_iterated, backend=backend)
 
 
 def fast_dtype(d: Tensor) -> torch.dtype:
@@ -141,11 +161,6 @@ def _by_gram(d: Tensor, margin: float, coefficients: Sequence[Triple]) -> Tensor
     assert product is not None
     product = (product * square.rsqrt()).reshape(*d.shape[:-2], *product.shape[-2:])
     return d @ product if tall else product @ d
-
-
-@lru_cache
-def compiled_msign() -> Callable[..., Tensor]:
-    return torch.compile(msign)
 
 
 @lru_cache

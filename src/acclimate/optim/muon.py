@@ -41,7 +41,6 @@ from acclimate.optim.msign import (
     NS5,
     OrthogonalMethod,
     Scale,
-    compiled_msign,
     fast_dtype,
     largest_singular_value,
     msign,
@@ -429,11 +428,10 @@ class Muon(torch.optim.Optimizer):
 
 def _orthogonal(group: Mapping[str, Any], d: Tensor) -> list[tuple[Tensor, float]]:
     """O and its scale for directions (b, *shape) of parameters of one shape; of fused weights one pair a part."""
-    compute = compiled_msign() if group["compile"] else msign
     found = []
     for part in d.split(list(group["split"]), dim=1) if group["split"] is not None else (d,):
         matrices = part.flatten(0, 1) if group["stacked"] else part.flatten(2)
-        o = compute(matrices, group["method"], group["ns_steps"], group["ns_dtype"])
+        o = msign(matrices, group["method"], group["ns_steps"], group["ns_dtype"], compile=group["compile"])
         found.append((o.reshape(part.shape), update_scale(group["scale"], *matrices.shape[-2:])))
     return found
 
