@@ -54,10 +54,10 @@ class LSR1(Optimizer):
             raise ValueError(f"buffer must be at least 1, got {buffer}")
         self.maxstep = self.defaults["maxstep"] if maxstep is None else maxstep
         self.buffer = buffer
-        self.policy: torch.nn.Module | None = None
+        self.policy: LSR1Policy | None = None
         if policy != "sr1":
             found = policy if isinstance(policy, LSR1Policy) else LSR1Policy.from_pretrained(policy)
-            self.policy = copy.deepcopy(found).double()
+            self.policy = copy.deepcopy(found).double().eval()
         self.memory: Memory | None = None
         super().__init__(atoms, restart, logfile, trajectory, append_trajectory, **kwargs)
 

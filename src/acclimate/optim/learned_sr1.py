@@ -14,8 +14,8 @@ It is trained by unrolling (`meta_training`). The first step has
 gamma = first_step / |g|. `policy="sr1"` is the form without a network:
 v = v_s, h = 1.
 
-Scale: on DDP all ranks see the same gradient and take the same step. Sharded parameters are refused. A step costs 14,000 flops a coordinate, so
-this is not for large networks.
+Scale: on DDP all ranks see the same gradient and take the same step. Of parameters that FSDP2 or tensor parallelism has sharded, vectors and network
+stay with the shards; a step adds up 2 L + 8 numbers in six all-reduces. A step costs 14,000 flops a coordinate, so this is not for large networks.
 
 Source: "L-SR1: Learned Symmetric-Rank-One Preconditioning", arXiv 2508.12270 (ICML 2026). The symmetric scaling h, starting from the exact secant vector, the
 running minimum of gamma, the limit of two (the paper has none) and a network without BatchNorm and dropout are our choices.
@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,10 +34,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from acclimate.optim.sr1_policy import COUNTS, LSR1Policy, Memory, direction, dot
+from acclimate.optim.sharding import check_not_flattened, local
+from acclimate.optim.sr1_policy import COUNTS, LSR1Policy, Memory, Total, alone, direction, dot
 
 Guard = Literal["none", "norm", "armijo"]
 OnNaN = Literal["raise", "reset"]
@@ -79,12 +83,19 @@ class LSR1(torch.optim.Optimizer):
     on_nan
         Loss or gradient not finite: "raise" leaves everything as it was; "reset" goes back to the last finite point, forgets the vectors and
         takes -gamma g with half of gamma.
+    compile
+        True, or the name of a backend: steps run through `torch.compile` (seconds, once in a process for most numbers of unknowns). By rounding, a
+        problem's steps may then depend on the others of its batch.
+
+    Sharded parameters: all of a group in the same way; a state dict holds the shards of this process, and a closure's losses are averaged over the
+    processes.
 
     Raises
     ------
     ValueError
         Options out of range, an unknown policy, no unknowns. TypeError: complex or integer parameters, sparse or no gradients.
-        FloatingPointError: a loss or gradient that is not finite. RuntimeError: sharded parameters, a changed shape.
+        FloatingPointError: a loss or gradient that is not finite. RuntimeError: a changed shape; parameters of a
+        group that are sharded in different ways, or with `batch_dim`, or flattened (FSDP1, DeepSpeed).
     """
 
     def __init__(
@@ -100,6 +111,7 @@ class LSR1(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         on_nan: OnNaN = "raise",
         allow_policy_mismatch: bool = False,
+        compile: bool | str = False,
     ) -> None:
         if buffer < 1 or not lr > 0 or not first_step > 0 or weight_decay < 0:
             raise ValueError(
@@ -114,6 +126,7 @@ class LSR1(torch.optim.Optimizer):
             buffer, guard, per_tensor, batch_dim, on_nan,
         )  # fmt: skip
         self.allow_policy_mismatch = allow_policy_mismatch
+        self._direction = compiled("inductor" if compile is True else compile) if compile else direction
         self.policy: LSR1Policy | None = None
         if policy != "sr1":
             self.policy = policy if isinstance(policy, LSR1Policy) else LSR1Policy.from_pretrained(policy)
@@ -145,7 +158,7 @@ class LSR1(torch.optim.Optimizer):
             loss = self._evaluate(closure)
         elif self.guard == "armijo":
             raise ValueError("guard='armijo' needs step(closure), where closure evaluates the loss and its gradient")
-        losses = None if loss is None else torch.as_tensor(loss).detach().reshape(-1)
+        losses = None if loss is None else self._losses(loss)
         work = [found for problem in self._problems() if (found := self._gathered(*problem, losses))]
         if not work:
             names = [
@@ -153,7 +166,7 @@ class LSR1(torch.optim.Optimizer):
             ]
             raise TypeError(f"no parameter has a gradient: {', '.join(names[:5])}. Call backward() before step()")
         for move in work:
-            move.find(self._policy_for(move.x), self.guard != "none")
+            move.find(self._direction, self._policy_for(move.x), self.guard != "none")
         for move in work:
             self.memories[move.key] = move.memory
             move.apply(move.d)
@@ -167,15 +180,25 @@ class LSR1(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
+    def _losses(self, loss: Any) -> Tensor:
+        """What the closure returned, as a vector; with sharded parameters the mean over the processes, so that all decide alike."""
+        losses = torch.as_tensor(loss).detach().reshape(-1)
+        for _, _, params in self._problems():
+            losses = losses.to(params[0].device)
+            if shards := Shards.of(params[0]):
+                (sums,) = shards(losses)
+                return sums / math.prod(group.size() for group in shards.groups)
+        return losses
+
     def _search(self, work: list[_Move], losses: Any, closure: Any) -> None:
         """Halve the steps until the loss has fallen enough. One loss for all problems, or one for each."""
         rows = len(losses)
         if rows != 1 and any(len(move.x) != rows for move in work):
             raise ValueError(f"the closure returned {rows} losses: guard='armijo' needs one, or one for each problem")
-        slope = sum(move.group["lr"] * dot(move.d, move.g).view(rows, -1).sum(1) for move in work)
+        slope = sum(move.group["lr"] * move.total(dot(move.d, move.g))[0].view(rows, -1).sum(1) for move in work)
         share = torch.ones_like(slope)
         for attempt in range(HALVINGS + 1):
-            trial = torch.as_tensor(self._evaluate(closure)).detach().reshape(-1)
+            trial = self._losses(self._evaluate(closure))
             short = ~(trial <= losses + 1e-4 * share * slope)
             if not short.any():
                 return
@@ -207,8 +230,9 @@ class LSR1(torch.optim.Optimizer):
             sparse = [_name(group, key, i) for i, p in enumerate(params) if p.grad is not None and p.grad.is_sparse]
             raise TypeError(f"sparse gradients cannot be used: {', '.join(sparse)}")
         rows = 1 if self.batch_dim is None else len(params[0])
-        x = _flat(list(params), rows)
-        g = _flat([torch.zeros_like(p) if p.grad is None else p.grad for p in params], rows)
+        x = _flat([local(p) for p in params], rows)
+        g = _flat([torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in params], rows)
+        shards = Shards.of(params[0])
         memory = self.memories.get(key)
         if memory is None:
             memory = Memory.of(x, self.buffer)
@@ -219,6 +243,8 @@ class LSR1(torch.optim.Optimizer):
         bad = ~g.isfinite().all(1)
         if losses is not None:
             bad |= ~(losses.isfinite() if len(losses) == rows else losses.isfinite().all()).to(bad.device)
+        if shards:
+            bad = shards(bad.to(x))[0] > 0
         if bad.any():
             if self.on_nan == "raise" or not bool(memory.started[bad].all()):
                 raise FloatingPointError(
@@ -231,7 +257,9 @@ class LSR1(torch.optim.Optimizer):
                 vectors=memory.vectors.masked_fill(bad[:, None, None], 0),
                 gamma=torch.where(bad, memory.gamma / 2, memory.gamma),
             )
-        return _Move(key, group, params, x, g, memory)
+        return _Move(
+            key, group, params, x, g, memory, shards or alone, sum(p.numel() for p in params) if shards else None
+        )
 
     def _policy_for(self, x: Tensor) -> LSR1Policy | None:
         """The policy on x's device and in its precision."""
@@ -239,7 +267,7 @@ class LSR1(torch.optim.Optimizer):
             return None
         where = (x.device, x.dtype)
         if where not in self._policies:
-            self._policies[where] = copy.deepcopy(self.policy).to(device=x.device, dtype=x.dtype)
+            self._policies[where] = copy.deepcopy(self.policy).to(device=x.device, dtype=x.dtype).eval()
         return self._policies[where]
 
     def _check(self, number: int, group: dict[str, Any]) -> None:
@@ -247,9 +275,18 @@ class LSR1(torch.optim.Optimizer):
         wrong = [_name(group, number, i) for i, p in enumerate(params) if not p.is_floating_point()]
         if wrong:
             raise TypeError(f"parameters must be real floating-point numbers: {', '.join(wrong)}")
-        if any(isinstance(p, DTensor) for p in params):
-            raise RuntimeError("LSR1 needs whole parameters, and these are sharded: use DDP")
+        for i, p in enumerate(params):
+            check_not_flattened(_name(group, number, i), p)
         for _, _, problem in (entry for entry in self._problems() if entry[1] is group):
+            ways = {Shards.of(p) for p in problem}
+            if len(ways) > 1:
+                raise RuntimeError(
+                    f"parameters of group {number} are sharded in different ways, or some are not: give each kind a group of its own, or use per_tensor=True"
+                )
+            if self.batch_dim is not None and ways != {None}:
+                raise RuntimeError(
+                    "batch_dim=0 is for whole parameters, and these are sharded: give every process problems of its own"
+                )
             sizes = {p.shape[0] if p.ndim else 0 for p in problem} if self.batch_dim == 0 else {1}
             if len(sizes) > 1:
                 raise ValueError(f"with batch_dim=0 the parameters of a group have one first axis; got {sorted(sizes)}")
@@ -303,21 +340,57 @@ class _Move:
     x: Tensor
     g: Tensor
     memory: Memory
+    total: Total
+    unknowns: int | None  # of all shards
 
-    def find(self, policy: nn.Module | None, guard: bool) -> None:
-        self.d, self.memory, _ = direction(
-            policy, self.memory, self.x, self.g, self.group["first_step"], guard, residual=False
-        )
+    def find(self, rule: Callable[..., Any], policy: LSR1Policy | None, guard: bool) -> None:
+        self.d, self.memory, _ = rule(
+            policy, self.memory, self.x, self.g, self.group["first_step"], guard, residual=False, unknowns=self.unknowns, total=self.total,
+        )  # fmt: skip
         self.with_gradient = [p.grad is not None for p in self.params]
 
     def apply(self, d: Tensor) -> None:
         """Put x + lr d into the parameters that had a gradient."""
         group = self.group
-        x = (1 - group["lr"] * group["weight_decay"]) * self.x + group["lr"] * d
-        sizes = [p.numel() // len(x) for p in self.params]
-        for p, piece, moves in zip(self.params, x.split(sizes, dim=1), self.with_gradient, strict=True):
+        x = self.x
+        if group["weight_decay"]:
+            x = (1 - group["lr"] * group["weight_decay"]) * x
+        x = x + group["lr"] * d
+        shards = [local(p) for p in self.params]
+        pieces = x.split([p.numel() // len(x) for p in shards], dim=1)
+        for p, piece, moves in zip(shards, pieces, self.with_gradient, strict=True):
             if moves:
                 p.copy_(piece.reshape(p.shape))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The processes that have parts of the same parameter; called with sums over the own part, it gives those over all."""
+
+    groups: tuple[Any, ...]  # one for each axis of the mesh that shards
+
+    @classmethod
+    def of(cls, p: Tensor) -> Shards | None:
+        """None where this process has the whole parameter. RuntimeError: it has a summand of it."""
+        if not isinstance(p, DTensor):
+            return None
+        if any(placement.is_partial() for placement in p.placements):
+            raise RuntimeError(f"parameters may be sharded or replicated, not {p.placements}")
+        axes = [axis for axis, placement in enumerate(p.placements) if not placement.is_replicate()]
+        return cls(tuple(p.device_mesh.get_group(axis) for axis in axes)) if axes else None
+
+    def __call__(self, *sums: Tensor) -> tuple[Tensor, ...]:
+        flat = torch.cat([part.reshape(-1) for part in sums])
+        for group in self.groups:
+            dist.all_reduce(flat, group=group)
+        parts = flat.split([part.numel() for part in sums])
+        return tuple(part.view_as(own) for part, own in zip(parts, sums, strict=True))
+
+
+@functools.cache
+def compiled(backend: str) -> Callable[..., Any]:
+    """`direction` through `torch.compile`, for any number of unknowns."""
+    return torch.compile(direction, backend=backend, dynamic=True)
 
 
 def _flat(tensors: list[Tensor], rows: int) -> Tensor:

@@ -35,7 +35,7 @@ def minimize(
 
     `jac` is a function, True where `fun` returns (value, gradient), or None for finite differences. It ends when no component of the
     gradient is above `gtol` (status 0), after `maxiter` steps (1), or when a value is not finite (2). The result is the best point seen, with
-    SciPy's fields; `stats` is the optimiser's. `callback(x)` after each step may raise StopIteration (3).
+    SciPy's fields; `stats` is the optimiser's. `callback(x)` after each step may raise StopIteration (3). A step too short to change x ends it (4).
     """
     start = np.asarray(x0, dtype=float)
     x = nn.Parameter(torch.from_numpy(start.ravel().copy()))
@@ -73,6 +73,7 @@ def minimize(
         "the maximum number of steps",
         "a value is not finite",
         "the callback stopped it",
+        "steps have become too short to change x",
     )
     while True:
         point = x.detach().numpy().copy()
@@ -89,6 +90,9 @@ def minimize(
             break
         optimizer.step(closure)
         steps += 1
+        if np.array_equal(x.detach().numpy(), point):
+            status = 4
+            break
         if callback is not None:
             try:
                 callback(x.detach().numpy().reshape(start.shape).copy())
