@@ -5,6 +5,11 @@ convolution with stride 2, five binary ones of 24 channels, each with a shortcut
 cosine, batches of 64, 4 epochs; every estimator has the same start and the same batches for a seed. eta of SURGE is the best of three by the
 validation part, the mean over two seeds that are not reported.
 
+Second part, reported without a bar: MiniLM-L6 with all linear layers of its encoder binary, weights and activations (`bert_config`), learns the
+sentiment of 2,000 sentences of reviews in one epoch; accuracy on 1,000. Adam, its rate the best of three for each system by the loss on 400 of
+the training rows after an epoch on the others, with a seed that is not reported. "default" takes the outcome of that, 1e-3 for both (loss of STE
+.477, .438, .404, .428 and of SURGE .478, .417, .411, .524 at 1e-4, 3e-4, 1e-3, 3e-3); "full" repeats it. The full-precision encoder has its usual rate.
+
 The published networks are ResNets on CIFAR-10 and ImageNet and BERT on GLUE, which this does not reach.
 """
 
@@ -21,8 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from acclimate.claims import frameft
 from acclimate.claims.base import Bar, Budget, Claim, Row
-from acclimate.compress.surge import SurgeConfig, binarize, clip_latent_, parameter_groups, set_progress
+from acclimate.claims.frameft import Encoded
+from acclimate.claims.io_adam import Classifier, encoded, schedule_for
+from acclimate.compress.surge import (
+    SurgeConfig,
+    bert_config,
+    binarize,
+    clip_latent_,
+    parameter_groups,
+    set_progress,
+)
 from acclimate.errors import missing_extra
 
 LR, BATCH = 3e-3, 64
@@ -35,6 +50,12 @@ PEERS = {
     "EDE": SurgeConfig(aux=None, estimator="ede"),
     "ReCU": SurgeConfig(aux=None, rectify=(0.85, 0.99)),
 }
+ENCODERS: dict[str, SurgeConfig | None] = {
+    "full-precision encoder": None,
+    "encoder, STE": bert_config(aux=None),
+    "encoder, SURGE": bert_config(),
+}
+HEAD_LR, FLOAT_LR, ENCODER_LRS = 5e-3, 5e-5, (1e-3, 3e-4, 3e-3)
 
 
 @dataclass(frozen=True)
@@ -43,13 +64,17 @@ class Size:
     channels: int
     epochs: int
     seeds: int
+    other_seeds: int  # of systems that are in no bar
     tuning_seeds: int
+    sentences: tuple[int, int]  # to train on and to test on
+    sentence_seeds: int
+    rates: int  # of ENCODER_LRS
 
 
 SIZES: dict[str, Size] = {
-    "fast": Size((128, 64, 64), 8, 1, 2, 1),
-    "default": Size((3200, 800, 1000), 24, 4, 6, 2),
-    "full": Size((3200, 800, 1000), 24, 20, 20, 2),
+    "fast": Size((128, 64, 64), 8, 1, 2, 1, 1, (10, 6), 1, 1),
+    "default": Size((3200, 800, 1000), 24, 4, 6, 3, 2, (2000, 1000), 2, 1),
+    "full": Size((3200, 800, 1000), 24, 20, 20, 20, 2, (2000, 1000), 10, 3),
 }
 
 
@@ -86,9 +111,9 @@ class SurgeClaim(Claim):
             **{f"SURGE, eta {eta}": replace(ours, eta=eta) for eta in ETAS if eta != best},
         }
         rows: list[Row] = []
-        seeds = list(range(size.seeds))
         accuracies: dict[str, list[float]] = {}
         for name, config in systems.items():
+            seeds = list(range(size.seeds if name in (*PEERS, OURS) else size.other_seeds))
             start = time.perf_counter()
             found = [run(config, size, seed) for seed in seeds]
             seconds = (time.perf_counter() - start) / len(seeds)
@@ -98,10 +123,13 @@ class SurgeClaim(Claim):
             rows.append(Row.from_values(name, "training loss", [one.loss for one in found], seeds))
             report(f"{name}: accuracy {rows[-2].mean:.4f}, training loss {rows[-1].mean:.4f}")
         peer = max(PEERS, key=lambda name: statistics.fmean(accuracies[name]))
-        rows.append(Row.from_values("best peer", "accuracy", accuracies[peer], seeds, extra={"which": peer}))
+        rows.append(
+            Row.from_values("best peer", "accuracy", accuracies[peer], list(range(size.seeds)), extra={"which": peer})
+        )
         for name, values in step_times(systems, size).items():
             rows.append(Row.from_values(name, "ms per step", values, list(range(len(values)))))
-        return sorted(rows, key=lambda row: row.metric != "accuracy")
+        rows += encoders(size, report)
+        return sorted(rows, key=lambda row: row.metric != "accuracy")  # accuracy first: it is the one plotted
 
 
 @dataclass(frozen=True)
@@ -193,6 +221,54 @@ def step_times(systems: dict[str, SurgeConfig], size: Size) -> dict[str, list[fl
             if turn:
                 found[name].append(100 * (time.process_time() - begun))
     return found
+
+
+# --- second part ---
+
+
+def encoders(size: Size, report: Callable[[str], None]) -> list[Row]:
+    examples, test = encoded("train", size.sentences[0]), encoded("test", size.sentences[1])
+    cut = len(examples.ids) * 4 // 5
+    fit, held = examples.part(0, cut), examples.part(cut, None)
+    rows = []
+    for name, config in ENCODERS.items():
+        rates = ENCODER_LRS[: size.rates] if config else (FLOAT_LR,)
+        tried = {}
+        if len(rates) > 1:
+            tried = {lr: train_encoder(config, lr, fit, held, TUNING_SEEDS[0])[1] for lr in rates}
+        lr = min(tried, key=lambda rate: tried[rate]) if tried else rates[0]
+        seeds = list(range(size.sentence_seeds if config else 1))
+        start = time.perf_counter()
+        found = [train_encoder(config, lr, examples, test, seed) for seed in seeds]
+        seconds = (time.perf_counter() - start) / len(seeds)
+        extra = {"lr": lr, "held_out_nll": {f"{rate:g}": value for rate, value in tried.items()}}
+        rows.append(
+            Row.from_values(name, "sentiment accuracy", [run[0] for run in found], seeds, seconds=seconds, extra=extra)
+        )
+        rows.append(Row.from_values(name, "sentiment nll", [run[1] for run in found], seeds))
+        report(f"{name}: sentiment accuracy {rows[-2].mean:.4f}, nll {rows[-1].mean:.4f}, lr {lr:g} of {tried}")
+    return rows
+
+
+def train_encoder(
+    config: SurgeConfig | None, lr: float, examples: Encoded, test: Encoded, seed: int
+) -> tuple[float, float]:
+    """(accuracy, negative log-likelihood) on `test` after an epoch on `examples`."""
+    model = Classifier(seed).train()
+    if config is not None:
+        binarize(model, config)
+    plan = list(frameft.batches(examples, 1, seed))
+    head = list(model.head.parameters())
+    body = [p for p in model.parameters() if all(p is not other for other in head)]
+    optimizer = torch.optim.Adam([{"params": body, "lr": lr}, {"params": head, "lr": HEAD_LR}])
+    schedule = schedule_for(optimizer, len(plan))
+    for batch in plan:
+        optimizer.zero_grad()
+        model.loss(examples, batch).backward()
+        optimizer.step()
+        schedule.step()
+        clip_latent_(model)
+    return frameft.score(model, test)
 
 
 CLAIM = SurgeClaim()
