@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from acclimate.compress.binary_gradients import Convolution, Inputs, SurgeConfig, output, sign
 from acclimate.compress.binary_modules import BinaryLayer, of_layer
-from acclimate.compress.surge import binary_layers, run
+from acclimate.compress.surge import binary_layers, run_watched
 from acclimate.errors import missing_extra
-from acclimate.prefix import evaluation_mode
 from acclimate.runs import replacing
 
 FORMAT = "acclimate-binary-1"
@@ -90,13 +89,7 @@ def report(model: nn.Module, example_inputs: Any) -> BinaryReport:
         found.flops += 0 if binary else macs
         found.bytes += size + (0 if module.bias is None else module.bias.numel() * module.bias.element_size())
 
-    handles = [module.register_forward_hook(count) for module in known]
-    try:
-        with evaluation_mode(model), torch.no_grad():
-            run(model, example_inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_watched(model, example_inputs, [module.register_forward_hook(count) for module in known])
     unused = sorted(set(known.values()) - {row["name"] for row in found.layers})
     if unused:
         found.warnings.append(f"{len(unused)} layers were not run by these inputs, e.g. '{unused[0]}'")

@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
 from acclimate.compress.binary_gradients import SurgeConfig
@@ -127,13 +128,7 @@ def _inputs(model: nn.Module, layers: set[nn.Module], example_inputs: Any) -> di
     def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         met[layer] = inputs[0]
 
-    handles = [layer.register_forward_pre_hook(look) for layer in layers]
-    try:
-        with evaluation_mode(model), torch.no_grad():
-            run(model, example_inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_watched(model, example_inputs, [layer.register_forward_pre_hook(look) for layer in layers])
     return met
 
 
@@ -161,11 +156,17 @@ def _chosen(model: nn.Module, config: SurgeConfig) -> list[tuple[str, Any]]:
     return chosen
 
 
-def run(model: nn.Module, inputs: Any) -> Any:
-    """model(inputs), which are a tensor, a tuple of positional or a dictionary of keyword arguments."""
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+def run_watched(model: nn.Module, inputs: Any, hooks: Sequence[RemovableHandle]) -> None:
+    """Run the model for its `hooks`, which are removed then. `inputs`: a tensor, a tuple of positional or a dictionary of keyword arguments."""
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            if isinstance(inputs, dict):
+                model(**inputs)
+            else:
+                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def binary_layers(model: nn.Module) -> Iterator[tuple[str, BinaryLayer]]:

@@ -199,7 +199,7 @@ class LOZOPlus(torch.optim.Optimizer):
             raise ValueError(
                 "paired=True perturbs outputs of linear layers alone, and other parameters are trained too"
             )
-        self._probes = [int((i + 0.5) * period / probes) for i in range(probes)]  # their places in a period
+        self._probes = probe_steps(period, probes)
         self._blocks = in_blocks(self.matrices, blocks if plus else 1)
         self.sides: list[dict[str, Any]] = [{"right": True, "selected": [False] * rank} for _ in self._blocks]
         self.counts = dict.fromkeys(
