@@ -486,6 +486,15 @@ def test_a_step_needs_losses_and_nothing_else() -> None:
         scaler.step(optimizer)
 
 
+def test_parameters_must_stay_the_same() -> None:
+    model = Net()
+    optimizer = optimizer_of(model)
+    optimizer.step(lambda: loss_of(model))
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(8, 6))
+    with pytest.raises(RuntimeError, match="other parameters than at first"):
+        optimizer.step(lambda: loss_of(model))
+
+
 def test_losses_that_are_not_finite_are_left_out_and_end_the_run_when_there_are_no_others() -> None:
     model = Net()
     optimizer = optimizer_of(model)

@@ -194,6 +194,7 @@ class LOZOPlus(torch.optim.Optimizer):
             self.param_groups, model, self.settings, exclude, train_1d, allow_drift
         )
         self._is_sharded = any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
+        self._parameters = self._identities()
         self._in_place = bool(self.noisy) or any(matrix.module is None for matrix in self.matrices)
         if paired and self._in_place:
             raise ValueError(
@@ -217,6 +218,9 @@ class LOZOPlus(torch.optim.Optimizer):
         self.energy = self._no_energy()
         if self.matrices:
             self._start_period()
+
+    def _identities(self) -> list[int]:
+        return [id(p) for group in self.param_groups for p in group["params"]]
 
     # --- periods ---
 
@@ -362,6 +366,11 @@ class LOZOPlus(torch.optim.Optimizer):
         Raises ValueError for a closure that calls backward or returns a loss with a gradient. What the closure raises itself goes through,
         with the weights where they were.
         """
+        if self._identities() != self._parameters:
+            raise RuntimeError(
+                "the groups have other parameters than at first: Accelerate replaces them where it shards a model (FSDP2). Make the optimiser "
+                "of the model that accelerator.prepare(model) returns"
+            )
         opened = self._open or {"losses": [0.0, 0.0] * self.settings["candidates"], "dtype": torch.float32}
         sums, mean = list(opened["losses"]), 0.0
         with self._evaluating():
