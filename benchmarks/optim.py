@@ -6,8 +6,8 @@
 
 "training": three steps of 1 x 64 tokens on SmolLM2-135M (all weights; "lora ..": rank 8 on all linear layers), each optimiser in a process
 of its own: bytes of weights, of gradients after the last backward pass and of states, the peak of resident memory from loading on, and the
-median of the steps' seconds. "muon": steps on matrices of SmolLM2's shapes. "forward only": a step of LOZO+ over two bare passes, and over LOZO's. "lsr1": a step
-over L-BFGS's, and a batch of problems over one at a time. "surge": a binary layer over torch's own.
+median of the steps' seconds. "muon": steps on matrices of SmolLM2's shapes. "forward only": a step of LOZO+ over two bare passes, next to LOZO's
+and MeZO's. "lsr1": a step over L-BFGS's, and a batch of problems over one at a time. "surge": a binary layer over torch's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from acclimate import models, runs
 from acclimate.claims.base import in_a_process_of_its_own
 from acclimate.claims.io_adam import PEERS, tensor_bytes
 from acclimate.compress.surge import BinaryConv2d, SurgeConfig
-from acclimate.optim import LSR1, LOZOPlus, LOZOPlusFactory, Muon, MuonFactory
+from acclimate.optim import LSR1, LOZOPlus, LOZOPlusFactory, Muon, MuonFactory, doubled
 from acclimate.optim.meta_training import with_gradient
 from acclimate.optim.pose_problems import PoseProblems
 from acclimate.prefix import blocks
@@ -184,30 +184,45 @@ def muon(fast: bool) -> dict[str, Any]:
 
 
 def forward_only(fast: bool) -> dict[str, Any]:
-    """256 tokens through SmolLM2: two bare passes, and steps of LOZO+, of LOZO in place, which rewrites all weights, and of MeZO."""
+    """256 and 16 tokens through SmolLM2: two bare passes, and steps of LOZO+, as two passes and as one of twice the batch, of LOZO in place, which
+    rewrites all weights, and of MeZO."""
     model = smollm2(fast).eval()
-    ids = torch.randint(1000, (1, 16 if fast else 256), generator=torch.Generator().manual_seed(0))
-
-    def loss() -> Tensor:
-        found: Tensor = model(input_ids=ids, labels=ids).loss
-        return found
-
-    @torch.no_grad()
-    def two_passes() -> None:
-        loss()
-        loss()
-
-    steps: dict[str, Callable[[], Any]] = {"two passes": two_passes}
     ways: dict[str, dict[str, Any]] = {
         "lozo-plus": {},
+        "lozo-plus, paired": {"paired": True},
         "lozo, in place": {"algo": "lozo", "mode": "inplace"},
         "mezo": {"algo": "mezo"},
     }
+    return {
+        f"{tokens} tokens": _steps_of(ways, model, tokens, 1 if fast else 10)
+        for tokens in ((16,) if fast else (256, 16))
+    }
+
+
+def _steps_of(ways: dict[str, dict[str, Any]], model: Any, tokens: int, repeats: int) -> dict[str, Any]:
+    ids = torch.randint(1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def loss(own: Any) -> Tensor:
+        found: Tensor = own(input_ids=ids, labels=ids).loss
+        return found
+
+    def losses(own: Any) -> list[Tensor]:
+        logits = own(input_ids=doubled(ids)).logits
+        return [
+            own.loss_function(logits=half, labels=ids, vocab_size=own.config.vocab_size) for half in logits.chunk(2)
+        ]
+
+    @torch.no_grad()
+    def two_passes() -> None:
+        loss(model)
+        loss(model)
+
+    steps: dict[str, Callable[[], Any]] = {"two passes": two_passes}
     for name, options in ways.items():
         own = copy.deepcopy(model)
         optimizer = LOZOPlusFactory()(own, lr=0.0, **options)
-        steps[name] = partial(optimizer.step, lambda own=own: own(input_ids=ids, labels=ids).loss)
-    return take_turns(steps, 1 if fast else 10)
+        steps[name] = partial(optimizer.step, partial(losses if options.get("paired") else loss, own))
+    return take_turns(steps, repeats)
 
 
 # --- L-SR1 ---
@@ -222,6 +237,8 @@ def lsr1(fast: bool) -> dict[str, Any]:
             "sr1": lambda x: LSR1([x], "sr1", lr=1e-3),
             "generic": lambda x: LSR1([x], "generic", lr=1e-3),
         }
+        if not fast:
+            makers["generic, compiled"] = lambda x: LSR1([x], "generic", lr=1e-3, compile=True)
         found[f"{d} unknowns"] = take_turns(
             {name: partial(quadratic_steps, make, d, 10 if fast else 40) for name, make in makers.items()},
             1 if fast else 5,

@@ -59,7 +59,8 @@ def test_optim_runs(tmp_path: Path) -> None:
         assert result["muon"][shapes]["state_bytes"] == result["muon"][shapes]["state_bytes_by_formula"]
     assert result["lsr1"]["10 unknowns"]["ratio"].keys() == {"l-bfgs", "sr1", "generic"}
     assert result["surge"]["ratio"].keys() == {"torch", "ste", "surge", "surge, shared"}
-    assert result["forward only"]["ratio"].keys() == {"two passes", "lozo-plus", "lozo, in place", "mezo"}
+    ways = {"two passes", "lozo-plus", "lozo-plus, paired", "lozo, in place", "mezo"}
+    assert result["forward only"]["16 tokens"]["ratio"].keys() == ways
 
 
 def test_the_committed_numbers_are_those_the_docs_show() -> None:
