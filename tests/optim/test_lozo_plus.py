@@ -22,7 +22,8 @@ from acclimate.errors import InputError
 from acclimate.optim import LOZOPlus, LOZOPlusFactory, ZerothOrderTrainer, doubled, replay
 from acclimate.optim.forward_only import LOG, save_log, state_bytes
 from acclimate.optim.lozo_plus import carried_over, promoted, survivors
-from acclimate.optim.perturbation import stochastic_rounding, sum_of
+from acclimate.optim.perturbation import Matrix, stochastic_rounding, sum_of
+from acclimate.optim.perturbed_parameters import in_blocks
 from acclimate.pipeline import tune
 from acclimate.recipe import Recipe
 from acclimate.runs import read_json
@@ -371,6 +372,25 @@ def test_blocks_take_turns() -> None:
         assert moved == [["first.weight", "second.weight"][period % 2]]
 
 
+@pytest.mark.parametrize(
+    ("rows", "blocks", "expected"),
+    [
+        ([384, 384, 384, 384, 1536, 384] * 6, "auto", [10_368, 10_368]),  # MiniLM: not 20,000 and what is left
+        ([576, 192, 192, 576, 1536, 1536, 576] * 30, "auto", [17_280] * 9),  # SmolLM2
+        ([30_000, 100, 100], "auto", [30_000, 200]), ([5, 5], "auto", [10]), ([1, 1, 1, 9], 3, [3, 9]), ([], "auto", [0]),
+    ],
+    ids=["minilm", "smollm2", "large", "small", "uneven", "none"],
+)  # fmt: skip
+def test_blocks_have_about_as_many_rows(rows: list[int], blocks: Any, expected: list[int]) -> None:
+    matrices = [Matrix(str(i), nn.Parameter(torch.empty(m, 1)), {}, None, 1, 0) for i, m in enumerate(rows)]
+    found = in_blocks(matrices, blocks)
+    assert [matrix for block in found for matrix in block] == matrices
+    sums = [sum(matrix.shape[0] for matrix in block) for block in found]
+    assert len(sums) == len(expected)
+    assert all(abs(got - wanted) <= 1536 for got, wanted in zip(sums, expected, strict=True))
+    assert blocks != "auto" or all(total <= 20_000 or len(block) == 1 for total, block in zip(sums, found, strict=True))
+
+
 def test_what_is_trained() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -409,7 +429,7 @@ def test_resuming_needs_the_same_optimiser() -> None:
 def test_the_log_alone_makes_the_weights_again(dtype: torch.dtype, tmp_path: Path) -> None:
     model = Net().to(dtype)
     optimizer = LOZOPlusFactory()(
-        model, lr=1e-2, rank=2, period=8, probes=2, beta=0.5, train_1d=True, weight_decay=0.01
+        model, lr=1e-2, rank=2, period=8, probes=2, beta=0.5, train_1d=True, weight_decay=0.01, blocks=2
     )
     for step in range(20):
         for group in optimizer.param_groups:

@@ -149,7 +149,7 @@ def state_bytes(optimizer: LOZOPlus) -> int:
 def save_log(optimizer: LOZOPlus, path: str | Path) -> None:
     """Write what `replay` needs: the settings, and for each step c and the learning rate of each group, 8 bytes each."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    facts = {"settings": optimizer.settings, "blocks": len(optimizer._blocks), "groups": groups, "names": [m.name for m in optimizer.matrices],
+    facts = {"settings": optimizer.settings, "groups": groups, "names": [m.name for m in optimizer.matrices],
              "noisy": [noisy.name for noisy in optimizer.noisy]}  # fmt: skip
     width = optimizer.settings["candidates"] + len(groups)
     with replacing(Path(path)) as temporary:
@@ -171,7 +171,7 @@ def replay(model: nn.Module, log: str | Path) -> LOZOPlus:
     settings, first = dict(facts["settings"]), facts["groups"][0]
     exclude: Any = None
     optimizer = LOZOPlusFactory()(
-        model, lr=first["lr"], eps=first["eps"], beta=first["beta"], blocks=facts["blocks"], train_1d=bool(facts["noisy"]), exclude=exclude,
+        model, lr=first["lr"], eps=first["eps"], beta=first["beta"], train_1d=bool(facts["noisy"]), exclude=exclude,
         **settings,
     )  # fmt: skip
     if [m.name for m in optimizer.matrices] != facts["names"] or [n.name for n in optimizer.noisy] != facts["noisy"]:

@@ -184,7 +184,7 @@ class LOZOPlus(torch.optim.Optimizer):
         for group in self.param_groups:
             _check_group(group)
         self.settings: dict[str, Any] = {
-            "algo": algo, "mode": mode, "rank": rank, "period": period, "threshold": threshold, "probes": probes, "seed": seed,
+            "algo": algo, "mode": mode, "blocks": blocks, "rank": rank, "period": period, "threshold": threshold, "probes": probes, "seed": seed,
             "clip_c": clip_c, "noise_floor": noise_floor, "grow": grow, "paired": paired, "candidates": candidates, "adapter_rank": adapter_rank,
         }  # fmt: skip
         self.model = model

@@ -122,15 +122,21 @@ def _growing(
 
 
 def in_blocks(matrices: Sequence[Matrix], blocks: int | Literal["auto"]) -> list[list[Matrix]]:
-    """Neighbouring matrices in groups of at most BLOCK_ROWS rows together, or in `blocks` groups of about equal rows."""
-    rows = sum(matrix.shape[0] for matrix in matrices)
-    most = BLOCK_ROWS if blocks == "auto" else rows / blocks
-    found: list[list[Matrix]] = [[]]
-    count = 0.0
+    """Neighbouring matrices in `blocks` groups of about as many rows, or in as few as keep to BLOCK_ROWS rows each (a larger matrix is alone)."""
+    if blocks != "auto":
+        return _divided(matrices, blocks)
+    for count in range(1, len(matrices) + 1):
+        found = _divided(matrices, count)
+        if all(len(block) == 1 or sum(matrix.shape[0] for matrix in block) <= BLOCK_ROWS for block in found):
+            return found
+    return [[matrix] for matrix in matrices] or [[]]
+
+
+def _divided(matrices: Sequence[Matrix], count: int) -> list[list[Matrix]]:
+    """Each matrix in the group that the middle of its rows falls into; no empty group."""
+    total, before = sum(matrix.shape[0] for matrix in matrices), 0
+    groups: list[list[Matrix]] = [[] for _ in range(count)]
     for matrix in matrices:
-        if found[-1] and count + matrix.shape[0] > most:
-            found.append([])
-            count = 0.0
-        found[-1].append(matrix)
-        count += matrix.shape[0]
-    return found
+        groups[int((before + matrix.shape[0] / 2) * count / total)].append(matrix)
+        before += matrix.shape[0]
+    return [group for group in groups if group] or [[]]
