@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from acclimate.claims.io_adam import Classifier
-from acclimate.claims.surge import CLAIM, ENCODERS, ETAS, PEERS, SIZES, digits, network, run
+from acclimate.claims.surge import CLAIM, ENCODERS, ETAS, PEERS, SIZES, digits, network, run, sklearn_digits
 from acclimate.claims.surge_bias import measure, smoothed_gradient, summary, write
 from acclimate.claims.surge_cifar import augmented, command_line, read
 from acclimate.claims.surge_cifar import run as cifar_run
@@ -26,16 +26,17 @@ def test_fast_bench_measures_every_estimator(tmp_path: Path) -> None:
     measured = {system for system, metric in rows if metric == "training loss"}
     assert measured >= {*PEERS, "SURGE", "SURGE, shared", "SURGE, fixed lambda 1"}
     assert len(measured) == len(PEERS) + 3 + len(ETAS) - 1
+    assert {system for system, metric in rows if metric == "accuracy, 8 x 8"} == {*PEERS, "SURGE"}
     assert {system for system, metric in rows if metric == "sentiment accuracy"} == set(ENCODERS)
     assert {system for system, metric in rows if metric == "ms per step"} == {"STE", "SURGE", "SURGE, shared"}
 
 
 def test_rows_do_not_overlap_and_every_estimator_starts_alike() -> None:
     size = SIZES["default"]
-    parts = digits(size.rows)
-    assert [len(y) for _, y in parts] == list(size.rows)
-    rows = torch.cat([x.flatten(1) for x, _ in parts])
-    assert len(torch.unique(rows, dim=0)) == sum(size.rows)
+    for parts, sizes in ((sklearn_digits(size.small_rows), size.small_rows), (digits(size.rows), size.rows)):
+        assert [len(y) for _, y in parts] == list(sizes)
+        rows = torch.cat([x.flatten(1) for x, _ in parts])
+        assert len(torch.unique(rows, dim=0)) == sum(sizes)
     shares = [torch.bincount(y) / len(y) for _, y in parts]
     assert all((share - 0.1).abs().max() < 0.01 for share in shares)
     plain, ours = network(PEERS["STE"], 8, 3), network(SurgeConfig(), 8, 3)
