@@ -105,6 +105,18 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     assert events[2:] == [("rename", "adapter"), ("sync", tmp_path.name)]
 
 
+def test_others_may_read_what_was_written_for_the_owner_alone(tmp_path: Path) -> None:
+    ordinary = tmp_path / "ordinary"
+    ordinary.touch()
+    with runs.replacing(tmp_path / "weights.safetensors") as temporary:
+        temporary.touch(mode=0o600)
+    with runs.replacing(tmp_path / "adapter") as temporary:
+        temporary.mkdir()
+        (temporary / "weights.safetensors").touch(mode=0o600)
+    for path in (tmp_path / "weights.safetensors", tmp_path / "adapter" / "weights.safetensors"):
+        assert path.stat().st_mode == ordinary.stat().st_mode
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),

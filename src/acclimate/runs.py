@@ -69,14 +69,12 @@ def replacing(path: Path) -> Iterator[Path]:
         remove(temporary)
         try:
             yield temporary
+            for file in temporary.rglob("*") if temporary.is_dir() else (temporary,):
+                if file.is_file():
+                    file.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
+                    _sync(file)
             if temporary.is_dir():
-                for file in temporary.rglob("*"):
-                    if file.is_file():
-                        file.chmod(0o666 & ~_UMASK)  # safetensors writes for the owner alone
-                        _sync(file)
                 remove(path)  # a directory cannot be renamed over a filled one
-            else:
-                _sync(temporary)
             os.replace(temporary, path)
             _sync(path.parent)
         except BaseException:
