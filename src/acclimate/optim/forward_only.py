@@ -214,8 +214,7 @@ def save_as_lora(optimizer: LOZOPlus, directory: Path) -> None:
     adapted: Any = get_peft_model(shell, config)
     for matrix, name in zip(optimizer.matrices, targets, strict=True):
         layer = adapted.base_model.model.get_submodule(name)
-        left, right = matrix.grown or [torch.zeros(size, 0) for size in matrix.shape]
-        inner, outer = (left, right) if isinstance(matrix.module, Conv1D) else (right, left)
+        inner, outer = matrix.ordered(matrix.grown or tuple(torch.zeros(size, 0) for size in matrix.shape))
         a, b = torch.zeros(rank, len(inner)), torch.zeros(len(outer), rank)
         a[: inner.shape[1]], b[:, : outer.shape[1]] = inner.T, outer
         layer.lora_A["default"].weight = nn.Parameter(a)

@@ -315,11 +315,11 @@ class LOZOPlus(torch.optim.Optimizer):
             yield noisy, noisy.draw(generator)
 
     @contextlib.contextmanager
-    def _moved(self, sign: float, candidate: int, *, paired: bool = False) -> Iterator[None]:
-        """The weights at W + sign eps Z; afterwards, whatever happens, at W."""
+    def _moved(self, sign: float, candidate: int) -> Iterator[None]:
+        """The weights at W + sign eps Z (paired: for the first half of a batch); afterwards, whatever happens, at W."""
         try:
             for matrix in self._active:
-                matrix.perturb(sign * matrix.group["eps"], paired=paired)
+                matrix.perturb(sign * matrix.group["eps"], paired=self.settings["paired"])
             for noisy, z in self._noise(candidate):
                 noisy.perturb(sign * noisy.group["eps"], z)
             if self._in_place:
@@ -345,7 +345,7 @@ class LOZOPlus(torch.optim.Optimizer):
         """The losses at W + reach eps Z and W - reach eps Z."""
         self._choose(candidate)
         if self.settings["paired"]:
-            with self._moved(reach, candidate, paired=True):
+            with self._moved(reach, candidate):
                 return _evaluate(closure, opened, 2)
         losses = []
         for sign in (reach, -reach):
@@ -501,22 +501,23 @@ class LOZOPlus(torch.optim.Optimizer):
         if processes() == 1:
             return list(losses)
         own = self._own
-        flags = [float(i in own) for i in range(len(losses) // 2)]
-        device = next(p.device for group in self.param_groups for p in group["params"])
-        sums = torch.tensor([*losses, *flags], dtype=torch.float64, device=device)
-        dist.all_reduce(sums)
-        found = sums.tolist()
+        found = self._reduced([*losses, *(float(i in own) for i in range(len(losses) // 2))], dist.ReduceOp.SUM)
         counts = found[len(losses) :]
         return [loss / counts[i // 2] for i, loss in enumerate(found[: len(losses)])]
 
-    def _compare_ranks(self) -> None:
-        mine = math.fsum(value for value in self.records if not math.isnan(value))
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
+        """Over all processes, each value for itself."""
         device = next(p.device for group in self.param_groups for p in group["params"])
-        sums = torch.tensor([mine, -mine], dtype=torch.float64, device=device)
-        if processes() > 1:
-            dist.all_reduce(sums, op=dist.ReduceOp.MAX)
-        largest, least = float(sums[0]), -float(sums[1])
-        if not math.isclose(largest, least, rel_tol=1e-9, abs_tol=1e-12):
+        found = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(found, op=operation)
+        return [float(value) for value in found.tolist()]
+
+    def _compare_ranks(self) -> None:
+        if processes() == 1:
+            return
+        mine = math.fsum(value for value in self.records if not math.isnan(value))
+        largest, negated = self._reduced([mine, -mine], dist.ReduceOp.MAX)
+        if not math.isclose(largest, -negated, rel_tol=1e-9, abs_tol=1e-12):
             raise RuntimeError("the ranks took different steps: they need the same model, seed and learning rates")
 
     # --- results ---
@@ -559,10 +560,8 @@ class LOZOPlus(torch.optim.Optimizer):
         curvatures = []
         with self._evaluating():
             for _ in range(n):
-                losses, here = (
-                    self._at_both(closure, {}, reach),
-                    _evaluate(closure, {}, 2 if self.settings["paired"] else 1),
-                )
+                losses = self._at_both(closure, {}, reach)
+                here = _evaluate(closure, {}, 2 if self.settings["paired"] else 1)
                 curvatures.append((sum(losses) - 2 * statistics.fmean(here)) / h**2)
                 self.counts["step"] += 1
         self.counts["step"] = step
@@ -671,13 +670,10 @@ def _evaluate(closure: Closure, opened: dict[str, Any], count: int = 1) -> list[
                 "the closure calls backward(); LOZO+ needs the loss alone: return it and nothing else"
             ) from error
         raise
-    losses = (
-        [loss]
-        if count == 1
-        else list(loss)
-        if isinstance(loss, Sequence) or (isinstance(loss, Tensor) and loss.ndim)
-        else []
-    )
+    losses = [loss]
+    if count > 1:
+        several = isinstance(loss, Sequence) or (isinstance(loss, Tensor) and loss.ndim > 0)
+        losses = list(loss) if several else []
     if len(losses) != count:
         raise ValueError(
             "with paired=True the closure returns two losses, of the two halves of the batch that `doubled` makes"

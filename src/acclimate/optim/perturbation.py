@@ -140,11 +140,11 @@ class Matrix:
             self.p.add_(self.product(self.place, self.draw).to(self.p.dtype), alpha=amount)
             return
         free = self.free
-        self._pair = self._ordered(self.factors(self.place, amount * self.draw)) if amount and paired else None
+        self._pair = self.ordered(self.factors(self.place, amount * self.draw)) if amount and paired else None
         if amount and not paired:
             free = free.clone()
             free[:, self.place] += amount * self.draw
-        self._acting = self._ordered(self.factors(slice(None), free)) if amount or self.moved else None
+        self._acting = self.ordered(self.factors(slice(None), free)) if amount or self.moved else None
 
     def move(self, lr: float, step: Tensor, decay: float) -> None:
         """p <- (1 - lr decay) p - lr step b^T with the basis columns b of this step; `step` is like `draw`."""
@@ -200,7 +200,7 @@ class Matrix:
         }
         return {**facts, **{part: getattr(self, part) for part in PARTS}}
 
-    def _ordered(self, factors: Factors) -> Factors:
+    def ordered(self, factors: Factors) -> Factors:
         """(inner, outer), for x inner outer^T."""
         left, right = factors
         return (left, right) if isinstance(self.module, Conv1D) else (right, left)
@@ -211,7 +211,7 @@ class Matrix:
             bias: Any = getattr(module, "bias", None)
             output = self.scale * output if bias is None else self.scale * (output - bias) + bias
         if self.p is None and self.grown is not None:
-            output = output + _through(x, self._ordered(self.grown)).to(output.dtype)
+            output = output + _through(x, self.ordered(self.grown)).to(output.dtype)
         if self._acting is not None:
             output = output + _through(x, self._acting).to(output.dtype)
         if self._pair is not None:

@@ -143,6 +143,14 @@ class Memory:
             x.clone(), counts,
         )  # fmt: skip
 
+    def after(
+        self, x: Tensor, g: Tensor, vectors: Tensor, gamma: Tensor, started: Tensor, scaled: Tensor, happened: Tensor
+    ) -> Memory:
+        """With the point `x` in it. What has started, or been scaled, stays so; `happened` (B, len(COUNTS)) is counted."""
+        return Memory(
+            vectors, gamma, self.started | started, self.scaled | scaled, x, g, self.x0, self.counts + happened
+        )
+
 
 def alone(*sums: Tensor) -> tuple[Tensor, ...]:
     """The `Total` of a process that has all unknowns."""
@@ -237,14 +245,7 @@ def direction(
         left = torch.where(good, rr / nonzero(pp), 0.0)
     d, scaled_down = guarded(d, pp, first_step, guard, total)
     happened = torch.stack([scaled_down, pair & (pq <= 0), memory.started & ~pair], dim=1)
-    return (
-        d,
-        Memory(
-            vectors, gamma, memory.started | (gg > 0), memory.scaled | positive, x, g, memory.x0,
-            memory.counts + happened,
-        ),
-        left,
-    )  # fmt: skip
+    return d, memory.after(x, g, vectors, gamma, gg > 0, positive, happened), left
 
 
 def changes(memory: Memory, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,11 +301,4 @@ def published(
     left = torch.where(pair, rr / nonzero(pp), 0.0)
     d, scaled_down = guarded(d, pp, first_step, guard, total)
     happened = torch.stack([scaled_down, pair & (pq <= 0), memory.started & ~pair], dim=1)
-    return (
-        d,
-        Memory(
-            vectors, torch.ones_like(memory.gamma), memory.started | (gg > 0), memory.scaled | pair, x, g, memory.x0,
-            memory.counts + happened,
-        ),
-        left,
-    )  # fmt: skip
+    return d, memory.after(x, g, vectors, torch.ones_like(memory.gamma), gg > 0, pair, happened), left
