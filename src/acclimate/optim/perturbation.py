@@ -139,12 +139,12 @@ class Matrix:
             assert self.p is not None
             self.p.add_(self.product(self.place, self.draw).to(self.p.dtype), alpha=amount)
             return
-        free = self.free
+        free, changed = self.free, self.moved
         self._pair = self.ordered(self.factors(self.place, amount * self.draw)) if amount and paired else None
         if amount and not paired:
-            free = free.clone()
+            free, changed = free.clone(), True
             free[:, self.place] += amount * self.draw
-        self._acting = self.ordered(self.factors(slice(None), free)) if amount or self.moved else None
+        self._acting = self.ordered(self.factors(slice(None), free)) if changed else None
 
     def move(self, lr: float, step: Tensor, decay: float) -> None:
         """p <- (1 - lr decay) p - lr step b^T with the basis columns b of this step; `step` is like `draw`."""
